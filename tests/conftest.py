@@ -22,6 +22,9 @@ settings.register_profile("same", derandomize=True, deadline=None)
 if os.environ.get("HYPOTHESIS_PROFILE", "same") == "same":
     settings.load_profile("same")
 
+# Jobs of tests begin anew, whatever ran here before; processes that tests start inherit it.
+os.environ["STRETTO_PLANS"] = "off"
+
 HERE = Path(__file__).parent
 STARTS_PROCESSES = re.compile(
     r"""

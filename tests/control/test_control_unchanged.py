@@ -31,13 +31,11 @@ def wait_for(path: Path, *processes: subprocess.Popen[bytes]) -> None:
         time.sleep(0.05)
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def run_once(folder: Path, plans: Path) -> Any:
     """A job under a controller that is killed once `stretto run` has heard of its plan."""
-    folder = tmp_path_factory.mktemp("u")
     page = folder / "page.html"
     controller = subprocess.Popen(
-        [sys.executable, str(JOBS / "unchanged_controller.py"), str(folder)], start_new_session=True
+        [sys.executable, str(JOBS / "unchanged_controller.py"), str(folder), str(plans)], start_new_session=True
     )
     job = None
     try:
@@ -66,6 +64,13 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "said": said.decode(), "page": page.read_text(), "status": status,
         "ranks": [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)],
     }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The first start of a job, and the folder of the plan that it has left."""
+    folder = tmp_path_factory.mktemp("u")
+    return run_once(folder, folder / "plans") | {"plans": folder / "plans"}
 
 
 def test_losses_are_those_of_plain_gloo_across_all_changes(ran: Any) -> None:
@@ -131,3 +136,16 @@ def test_a_job_that_asks_for_our_backend_has_no_unchanged_one_to_compare_with(tm
         told = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert not any(own for own, _, _ in told["ran"]), "gloo never ran"
         assert told["losses"][0] == told["losses"][1]
+
+
+def test_a_second_start_begins_with_the_plan_of_the_first(ran: Any, tmp_path: Path) -> None:
+    assert "recorded 5 iterations" in ran["said"]
+    assert len(list(ran["plans"].iterdir())) == 1
+    again = run_once(tmp_path, ran["plans"])
+    assert "not recorded, as an earlier start has left" in again["said"], again["said"]
+    assert "recorded 5 iterations" not in again["said"] and "measured in turns" not in again["said"]
+    assert "began with a plan of an earlier start" in again["said"]
+    first, second = (rank["ran"] for rank in again["ranks"])
+    assert first == second and any(number for _, number, _ in first)
+    for rank in again["ranks"]:
+        assert rank["losses"][0] == rank["losses"][1]

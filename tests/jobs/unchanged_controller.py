@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A controller whose planner promises much of every plan, so that one is used: ``unchanged_controller.py FOLDER``.
+"""A controller whose planner promises much of every plan: ``unchanged_controller.py FOLDER PLANS``.
 
 Writes the job's status to the file `status` again and again, and `told` once somebody asked for it under a plan whose
-motifs were measured, and that was set aside once.
+motifs were measured, and that was set aside once, or that an earlier start has left.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Told(Controller):
                 now = job.ranks[0].iteration
                 self.begun = self.begun if self.begun is not None else now
                 # By then the plan was set aside for some iterations, and is back.
-                if now > self.begun + LONG:
+                if now > self.begun + LONG or job.recalled:
                     (self.folder / "told").touch()
         return said
 
@@ -53,7 +53,7 @@ class Told(Controller):
 def main() -> None:
     folder = Path(sys.argv[1])
     token = make_token(folder / "token")
-    controller = Told(budget_s=0.2, start=Promising)
+    controller = Told(budget_s=0.2, start=Promising, plans=Path(sys.argv[2]))
     controller.folder = folder
     with_server = controller.serve(f"unix:{folder}/socket", token=token)
     (folder / "up").touch()

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ..errors import InvalidInput
-from .options import BudgetOption
+from .options import BudgetOption, PlansOption
 from .outputs import output
 
 
@@ -27,6 +27,7 @@ def controller(
         Path | None, typer.Option(metavar="FILE", callback=output(), help="Where the last plan's number is kept.")
     ] = None,
     budget: BudgetOption = 5.0,
+    plans: PlansOption = "",
     metrics: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Serve counters for Prometheus there, to this machine alone.")
     ] = "",
@@ -52,6 +53,7 @@ def controller(
     # gRPC would print lines of its own beside our one.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from ..control.controller import Controller
+    from ..control.kept_plans import plans_folder
     from ..control.metrics import MetricsServer
     from ..control.transport import check_address, default_folder, make_token, tls_of
 
@@ -64,7 +66,7 @@ def controller(
     token = make_token(token_path)
     ending = threading.Event()
     before = {number: signal.signal(number, lambda *_: ending.set()) for number in (signal.SIGTERM, signal.SIGINT)}
-    running = Controller(memory=state or folder / "state.json", budget_s=budget)
+    running = Controller(memory=state or folder / "state.json", budget_s=budget, plans=plans_folder(plans))
     try:
         server = running.serve(address, token=token, tls=tls)
         print(f"STRETTO_CONTROLLER={server.address}\nSTRETTO_TOKEN_FILE={token_path.absolute()}", flush=True)

@@ -115,6 +115,12 @@ HtmlOption = Annotated[
     Path | None,
     typer.Option("--html", metavar="FILE.html", callback=output(*HTML), help="Write one page that needs no network."),
 ]
+PlansOption = Annotated[
+    str,
+    typer.Option(
+        "--plans", metavar="DIR|off", help="Keep plans there for the next start; else STRETTO_PLANS, or cache."
+    ),
+]
 TraceOption = Annotated[
     Path | None,
     typer.Option("--trace", metavar="FILE.pftrace", callback=output(*TRACE), help="Write a trace for Perfetto."),

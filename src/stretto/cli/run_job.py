@@ -23,7 +23,7 @@ from ..files import write_file
 from ..report.enforced_html import write_enforced_html
 from .common import json_bytes, say
 from .gain import gain_lines
-from .options import BudgetOption, HtmlOption, JsonOption
+from .options import BudgetOption, HtmlOption, JsonOption, PlansOption
 from .run_memory import StatusWatcher, with_memory
 from .status import hang_line, state
 
@@ -38,6 +38,7 @@ def run(
     ] = "",
     token_file: Annotated[Path | None, typer.Option(metavar="FILE", help="That controller's token.")] = None,
     budget: BudgetOption = 5.0,
+    plans: PlansOption = "",
     html: HtmlOption = None,
     rows: JsonOption = None,
 ) -> None:
@@ -54,6 +55,7 @@ def run(
       stretto run -- stretto lab run --hosts 2 --ranks 2 -- python train.py
       stretto run --html gain.html -- torchrun --nproc-per-node 4 train.py
       stretto run --budget 30 -- torchrun --nproc-per-node 8 train.py
+      stretto run --plans off -- torchrun --nproc-per-node 4 train.py
     """
     if not 0 < budget < 86400:
         raise InvalidInput(f"--budget: must be more than 0 and less than 86400 seconds, not {budget:g}")
@@ -62,6 +64,8 @@ def run(
     if controller:
         if token_file is None:
             raise InvalidInput("--token-file: must name the token of the controller")
+        if plans:
+            raise InvalidInput("--plans: is for `stretto controller` to say where one runs already")
         given = (controller, token_file)
         _other(*given)
         name = _job_name(command)
@@ -71,23 +75,28 @@ def run(
         _tell_of_other(*memory.last_words(), html, rows)
         raise typer.Exit(code)
 
-    code, status, _ = recorded_run(command, budget)
+    from ..control.kept_plans import plans_folder
+
+    code, status, _ = recorded_run(command, budget, plans_folder(plans))
     _tell(status, html, rows, code=code)
     raise typer.Exit(code)
 
 
-def recorded_run(command: list[str], budget_s: float) -> tuple[int, Status, CapturedStep | None]:
+def recorded_run(
+    command: list[str], budget_s: float, plans: Path | None = None
+) -> tuple[int, Status, CapturedStep | None]:
     """Run a job with a controller of its own beside it.
 
     Args:
         command: What starts the job.
         budget_s: How long to search for a plan.
+        plans: The folder of plans that are kept for the next start; None: none are.
 
     Returns:
         The job's exit code, what the controller said last, and the training step that was recorded, if one was.
     """
     with tempfile.TemporaryDirectory(prefix="stretto-run-") as folder:
-        own = ControllerProcess(Path(folder), budget_s, _say)
+        own = ControllerProcess(Path(folder), budget_s, _say, plans)
         said: list[Status] = []
         try:
             _say(f"stretto status --address {own.address} --token-file {own.token_path}")
@@ -188,7 +197,8 @@ def _tell(status: Status, html: Path | None, rows: Path | None, *, code: int = 0
         reasons = "it takes two or more ranks, on gloo, that train for some ten steps"
         _say(f"no job was heard of ({reasons}): nothing was gained")
     for job in status.jobs:
-        _say(f"{job.size} ranks, {state(job)}; {job.about}")
+        began = "; began with a plan of an earlier start" if job.recalled else ""
+        _say(f"{job.size} ranks, {state(job)}; {job.about}{began}")
         for line in gain_lines(job.split):
             _say(f"  {line}")
     for hang in status.hangs:

@@ -73,10 +73,10 @@ class Agent:
         self._job, self._rank, self._size = job, rank, size
         self._every_s = every_s
         self._side = RankSide(epoch=epoch)
-        self._recorded: tuple[Workload, Cluster, float] | None = None
+        self._recorded: tuple[Workload, Cluster, float, str] | None = None
         self._workload: Workload | None = None
         self._cluster: Cluster | None = None
-        self._motif_us = 0.0
+        self._motif_us, self._key = 0.0, ""
         self._body: CapturedStep | None = None
         self._wanted = False
         self._beat = 0
@@ -111,11 +111,18 @@ class Agent:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(CALL_S + LAST_S)
 
-    def captured(self, workload: Workload, cluster: Cluster, motif_us: float = 0.0) -> None:
-        """The training step, what it runs on, and what a motif costs at least; the same on all ranks."""
+    def captured(self, workload: Workload, cluster: Cluster, motif_us: float = 0.0, key: str = "") -> None:
+        """Tell of the training step; the same on all ranks.
+
+        Args:
+            workload: The step.
+            cluster: What it runs on.
+            motif_us: What a motif costs at least.
+            key: Under which the plan is kept for the next start of the job; empty: none is.
+        """
         # Training calls this, and must not wait while the agent loads a plan.
         self._profile = ""
-        self._recorded = (workload, cluster, motif_us)
+        self._recorded = (workload, cluster, motif_us, key)
 
     def compared(
         self, *, own: Timing | None = None, backend: Timing | None = None, own_name: str = "", on_own: bool = False,
@@ -145,7 +152,7 @@ class Agent:
     def _state(self, leaving: bool) -> RankState:
         recorded, self._recorded = self._recorded, None
         if recorded is not None:
-            self._workload, self._cluster, self._motif_us, self._body = *recorded, None
+            self._workload, self._cluster, self._motif_us, self._key, self._body = *recorded, None
             self._side = captured(self._side, self._workload.digest, self._adapter())
         report = self._plane.report()
         self._see(report)
@@ -162,7 +169,7 @@ class Agent:
         """The data plane's report, with what was measured before it began."""
         if report.own is not None and report.backend is not None:
             # Measured beside the plan, and so better to compare it with than what was before it.
-            self._compared = replace(self._compared, own=report.own, backend=report.backend)
+            self._compared = replace(self._compared, own=report.own, backend=report.backend, no_own="")
         before = self._compared
         base = before.own if before.on_own else before.backend
         return replace(
@@ -186,7 +193,7 @@ class Agent:
 
     def _captured(self) -> CapturedStep | None:
         if self._body is None and self._workload is not None and self._cluster is not None:
-            self._body = encode_captured(self._workload, self._cluster, self._motif_us)
+            self._body = encode_captured(self._workload, self._cluster, self._motif_us, self._key)
         return self._body
 
     def _adapter(self) -> _Adapter:

@@ -34,6 +34,7 @@ from .gpu_jobs import GpuPace, nccl_cluster, nccl_small_us
 from .inductor import tell_inductor
 from .marks import LOOK, MOST, USER, Marks, common, period_of
 from .pulse import prepare, start_pulse, stop_pulse
+from .recall import Recalled, StepTally, fits, key_of, recall
 from .transport import from_environment
 
 if TYPE_CHECKING:
@@ -145,6 +146,9 @@ class Autopilot:
         world: Any = dist.group.WORLD
         self._aside = SideGroup(c10d.PrefixStore("aside", store), self.rank, self.size, world.timeout)
         self._roll: IterationRollCall | None = IterationRollCall(c10d.PrefixStore("roll", store), self.rank, self.size)
+        self._recall_store = c10d.PrefixStore("recall", store)
+        self._tally = StepTally()
+        self._key, self._may_recall = "", True
         self._comparison: Comparison | None = None
         self._workload: Workload | None = None
         self._misses = 0
@@ -197,6 +201,7 @@ class Autopilot:
         """Watch nothing any more."""
         self._hook.remove()
         self._unwatch()
+        self._tally.end()
         CURRENT.pilot = None
         if self._look is not None:
             self._look.end()
@@ -278,6 +283,9 @@ class Autopilot:
 
     def _iteration(self) -> None:
         self._steps += 1
+        if self._steps == 1:
+            self._tally.begin()
+        self._tally.cut()
         self._pace.iteration()
         if CURRENT.enforcer is not None:
             CURRENT.enforcer.step()
@@ -322,10 +330,55 @@ class Autopilot:
             if self._misses >= MAX_MISSES:
                 self._leave_alone()
             return
+        if self._recall():
+            return
         on_gpu = OWN_BACKEND.asked == NCCL
         recorder = capture(iterations=RECORD, skip=SKIP, name=_script(), only_ours=True, gpu=on_gpu)
         recorder.__enter__()
         self._recorder = recorder
+
+    def _recall(self) -> bool:
+        """Begin with what an earlier start of the job has left, if all ranks find their step in it; asked once."""
+        import torch.distributed as dist
+
+        self._tally.end()
+        if not self._may_recall:
+            return False
+        self._may_recall = False
+        world: Any = dist.group.WORLD
+        calls = self._tally.calls
+        self._key = key_of(calls, self._aside, _script(), self.rank, [card.host for card in world.cards])
+        if not self._key:
+            return False
+        assert self._link is not None
+        found, there = recall(
+            self._key, calls, self._link, self._recall_store, self._aside, self.rank, world.engine.selector.cluster
+        )  # fmt: skip
+        if found is None:
+            if there:
+                self._say("a plan of an earlier start is not for this step, which is recorded")
+            return False
+        self._cluster, self._motif_us, self._workload = found.cluster, found.motif_us, found.workload
+        with on_ours():
+            self._agent = self._start_agent()
+        self._begin_with(found)
+        return True
+
+    def _begin_with(self, found: Recalled) -> None:
+        """What runs until the plan does is what was faster then; both are measured beside the plan, later."""
+        from ..runtime.torch_backend.engine import CURRENT_JOB
+
+        assert self._agent is not None and self._enforcer is not None
+        executor = CURRENT_JOB.job.executor if CURRENT_JOB.job is not None else None
+        if OWN_BACKEND.asked and executor is not None:
+            OWN_BACKEND.runs = found.on_own
+            self._enforcer.compares = True
+        why = "a plan of an earlier start was used at once" if OWN_BACKEND.asked else ASKED_FOR_OURS
+        self._agent.compared(own_name=OWN_BACKEND.asked, on_own=OWN_BACKEND.runs, no_own=why)
+        self._say(
+            f"iteration {self._steps}: not recorded, as an earlier start has left {found.workload!r} and its plan"
+        )
+        self._agent.captured(found.workload, found.cluster, found.motif_us, self._key)
 
     def _recorded(self) -> None:
         recorder, self._recorder = self._recorder, None
@@ -341,6 +394,9 @@ class Autopilot:
         workload = recorder.workload
         if not workload.comm_ops:
             raise InvalidInput("the training step does not communicate")
+        if self._agent is not None or not fits(self._tally.calls, workload, self.rank):
+            # What is called now is not what a later start of the job would begin with.
+            self._key = ""
         with on_ours():
             if self._agent is None:
                 self._agent = self._start_agent()
@@ -350,10 +406,12 @@ class Autopilot:
         self._compare()
 
     def _start_agent(self) -> Agent:
-        """Find out about the network, take over the calls, and begin to talk to the controller."""
-        self._cluster = self._find_cluster()
+        """Find out about the network, unless it is known, take over the calls, and begin to talk to the controller."""
+        known = self._cluster is not None
+        self._cluster = self._cluster or self._find_cluster()
         tell_inductor(self._cluster)
-        self._motif_us = nccl_small_us() if OWN_BACKEND.asked == NCCL else small_us()
+        if not known:
+            self._motif_us = nccl_small_us() if OWN_BACKEND.asked == NCCL else small_us()
         self._enforcer = self._enforce(self._cluster)
         assert self._link is not None
         agent = Agent(
@@ -383,7 +441,7 @@ class Autopilot:
             CURRENT.enforcer = None
             self._comparison = Comparison(self._aside, self._engines)
             return
-        self._agent.captured(self._workload, self._cluster, self._motif_us)
+        self._agent.captured(self._workload, self._cluster, self._motif_us, self._key)
 
     def _compared(self) -> None:
         """Both are measured, and the faster one runs: the controller may plan now."""
@@ -398,7 +456,7 @@ class Autopilot:
             each = f"{OWN_BACKEND.asked} {format_us(own.median_us)}, ours {format_us(ours.median_us)} per iteration"
             runs = OWN_BACKEND.asked if OWN_BACKEND.runs else "ours"
             self._say(f"measured in turns: {each}; {runs} runs while a plan is made")
-        self._agent.captured(self._workload, self._cluster, self._motif_us)
+        self._agent.captured(self._workload, self._cluster, self._motif_us, self._key)
 
     def _stop_comparing(self, comparison: Comparison, why: str) -> None:
         """Tell the agent what was measured, or why nothing was."""

@@ -22,6 +22,7 @@ from ..errors import InvalidInput
 from ..files import convert, parse_json, read_text
 from .hang_messages import Pulse, PulseReply
 from .hangs import HangWatch, host_name
+from .kept_plans import KeptPlans
 from .messages import (
     MAX_NUMBER,
     PROTOCOL,
@@ -29,6 +30,8 @@ from .messages import (
     JobStatus,
     Prepare,
     RankState,
+    RecallReply,
+    RecallRequest,
     Reply,
     Status,
     StatusRequest,
@@ -37,7 +40,7 @@ from .messages import (
 )
 from .protocol import answer
 from .supervise import SupervisedJob
-from .transport import EXCHANGE, PULSE, STATUS, Server, Tls
+from .transport import EXCHANGE, PULSE, RECALL, STATUS, Server, Tls
 from .worker import Planning, PlanRequest, Worker
 
 LOG = logging.getLogger("stretto.control")
@@ -56,16 +59,18 @@ class _Memory(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class Controller:
     """All jobs of one controller; `exchange` and `status` may be called by any thread.
 
-    `memory` is the file with the last number; without one, what ranks report has to do.
+    `memory` is the file with the last number; without one, what ranks report has to do. In the folder `plans` they are
+    kept for the next start of their jobs.
     """
 
     def __init__(
         self, *, memory: Path | None = None, budget_s: float = BUDGET_S, seed: int = 0,
-        start: Callable[[PlanRequest], Planning] = Worker,
+        start: Callable[[PlanRequest], Planning] = Worker, plans: Path | None = None,
     ) -> None:  # fmt: skip
         self._memory = memory
         self._last = _read(memory) if memory is not None else 0
         self._budget_s, self._seed, self._start = budget_s, seed, start
+        self._plans = KeptPlans(plans) if plans is not None else None
         self._jobs: dict[str, SupervisedJob] = {}
         self._watches: dict[str, HangWatch] = {}
         self._host = host_name()
@@ -76,7 +81,9 @@ class Controller:
 
     def serve(self, address: str, *, token: str, tls: Tls | None = None) -> Server:
         """Listen; close the server before the controller."""
-        handlers = {EXCHANGE: self._on_exchange, STATUS: self._on_status, PULSE: self._on_pulse}
+        handlers = {
+            EXCHANGE: self._on_exchange, STATUS: self._on_status, PULSE: self._on_pulse, RECALL: self._on_recall,
+        }  # fmt: skip
         return Server(address, handlers, token=token, tls=tls)
 
     def exchange(self, state: RankState) -> Reply:
@@ -97,6 +104,13 @@ class Controller:
                 order = msgspec.structs.replace(order, body=body)
             wanted = state.rank == 0 and state.epoch == job.job.epoch and job.wants_captured(state.digest)
             return Reply(epoch=job.job.epoch, order=order, send_captured=wanted)
+
+    def recall(self, request: RecallRequest) -> RecallReply:
+        """What an earlier start of a job has left."""
+        if request.protocol != PROTOCOL:
+            raise InvalidInput(f"protocol: this controller speaks version {PROTOCOL}, not {request.protocol}")
+        kept = self._plans.load(request.key) if self._plans is not None else None
+        return RecallReply() if kept is None else RecallReply(captured=kept.captured, on_own=kept.on_own)
 
     def pulse(self, pulse: Pulse) -> PulseReply:
         """Compare a rank with the others of its job."""
@@ -146,6 +160,9 @@ class Controller:
     def _on_pulse(self, message: bytes) -> bytes:
         return encode(self.pulse(decode(message, Pulse)))
 
+    def _on_recall(self, message: bytes) -> bytes:
+        return encode(self.recall(decode(message, RecallRequest)))
+
     def _on_status(self, message: bytes) -> bytes:
         ask = decode(message, StatusRequest)
         if ask.protocol != PROTOCOL:
@@ -161,7 +178,7 @@ class Controller:
                 self._jobs.pop(oldest).cancel()
             self._jobs[state.job] = SupervisedJob(
                 state.job, state.epoch, state.size, last=self._last, budget_s=self._budget_s, seed=self._seed,
-                start=self._start,
+                start=self._start, plans=self._plans,
             )  # fmt: skip
         return self._jobs[state.job]
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The controller of one `stretto run`, in a process of its own: whatever ends it, the job goes on with its exit code.
 
-``python -m stretto.control.controller_process FOLDER BUDGET_S`` serves at the socket in a folder until its standard
-input ends, which it also does when `stretto run` is killed. What it knows is in a file of the folder, as the process
-that starts it has no gRPC, and no threads of gRPC's, itself.
+``python -m stretto.control.controller_process FOLDER BUDGET_S PLANS`` serves at the socket in a folder until its
+standard input ends, which it also does when `stretto run` is killed. What it knows is in a file of the folder, as the
+process that starts it has no gRPC, and no threads of gRPC's, itself.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ READY = "ready"
 class ControllerProcess:
     """Starts the process, starts it again when a signal or an error has ended it, and has its last status."""
 
-    def __init__(self, folder: Path, budget_s: float, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, budget_s: float, say: Callable[[str], None], plans: Path | None = None) -> None:
         self.address = f"unix:{folder}/socket"
         self.token_path = folder / "token"
         make_token(self.token_path)
         self._folder, self._budget_s, self._say = folder, budget_s, say
+        self._plans = str(plans.absolute()) if plans is not None else ""
         self._known: list[Status] = []
         self._restarts = 0
         self._ending = threading.Event()
@@ -90,7 +91,7 @@ class ControllerProcess:
         # Standard output is the job's; what a `sitecustomize` of the user's prints there has been printed once already.
         given = [] if first_words is None else [first_words]
         return Child(
-            [sys.executable, "-m", __name__, str(self._folder), str(self._budget_s), *map(str, given)],
+            [sys.executable, "-m", __name__, str(self._folder), str(self._budget_s), self._plans, *map(str, given)],
             stdin=subprocess.PIPE, stderr=None, keep=given,
         )  # fmt: skip
 
@@ -124,14 +125,22 @@ def _name(code: int) -> str:
     return f"signal {-code}"
 
 
-def main(folder: Path, budget_s: float, first_words: int | None = None) -> None:
-    """What the other process does."""
+def main(folder: Path, budget_s: float, plans: str = "", first_words: int | None = None) -> None:
+    """What the other process does.
+
+    Args:
+        folder: Where its socket, token, and what it says are.
+        budget_s: How long to search for a plan.
+        plans: The folder of plans that are kept; empty: none are.
+        first_words: The descriptor that is told whether it listens.
+    """
     # gRPC would print lines of its own.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from .controller import Controller
 
     try:
-        controller = Controller(memory=folder / "state.json", budget_s=budget_s)
+        kept = Path(plans) if plans else None
+        controller = Controller(memory=folder / "state.json", budget_s=budget_s, plans=kept)
         server = controller.serve(f"unix:{folder}/socket", token=read_token(folder / "token"))
     except StrettoError as error:
         _tell(first_words, str(error))
@@ -165,7 +174,7 @@ def _write(folder: Path, name: str, message: Status | CapturedStep) -> None:
 
 if __name__ == "__main__":
     try:
-        main(Path(sys.argv[1]), float(sys.argv[2]), *map(int, sys.argv[3:4]))
+        main(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3], *map(int, sys.argv[4:5]))
     except StrettoError:
         # The process that started this one has been told why.
         sys.exit(2)

@@ -70,6 +70,8 @@ class CapturedStep(msgspec.Struct, frozen=True, kw_only=True):
     cluster: Text
     motif_us: Annotated[float, Meta(ge=0, le=MAX_MOTIF_US)] = 0.0
     """What every motif costs beside what its bytes take: threads have to be woken up on all ranks."""
+    key: Name = ""
+    """Under which a plan is kept for the next start of the job; empty: none is."""
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,6 +137,20 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     order: Order
     send_captured: bool = False
     """This controller has not seen the captured step (it may have been started again): send it next time."""
+
+
+class RecallRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 asks before it would record: is anything known of a job like this?"""
+
+    protocol: Annotated[int, Meta(ge=0, le=1 << 16)] = PROTOCOL
+    key: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+
+
+class RecallReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The step and the cluster that a plan is kept for; None where none is."""
+
+    captured: CapturedStep | None = None
+    on_own: bool = False
 
 
 class StatusRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,6 +228,8 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The workload in words, with its digest."""
     held_us: float = 0.0
     """How long the plan's order held motifs back in an iteration, over all ranks."""
+    recalled: bool = False
+    """Whether the job began with a plan of an earlier start."""
 
     @property
     def gain(self) -> float:
@@ -271,11 +289,11 @@ def decode_plan(body: bytes, expected: str) -> Plan:
     return plan
 
 
-def encode_captured(workload: Workload, cluster: Cluster, motif_us: float = 0.0) -> CapturedStep:
-    """What rank 0 sends once."""
+def encode_captured(workload: Workload, cluster: Cluster, motif_us: float = 0.0, key: str = "") -> CapturedStep:
+    """What rank 0 sends once; the arguments are the fields of `CapturedStep`."""
     return CapturedStep(
         workload=workload_files.dumps(workload, json=True), cluster=yaml_form.dumps(cluster, json=True),
-        motif_us=min(motif_us, MAX_MOTIF_US),
+        motif_us=min(motif_us, MAX_MOTIF_US), key=key,
     )  # fmt: skip
 
 

@@ -53,6 +53,10 @@ def _families(status: Status) -> Iterator[tuple[str, str, str, Iterator[Sample]]
     )  # fmt: skip
     yield "stretto_job_replans_total", counter, "Plans that were made anew.", of_jobs(lambda job: job.replans)
     yield (
+        "stretto_job_recalled", gauge, "1 where the job began with a plan of an earlier start.",
+        of_jobs(lambda job: job.recalled),
+    )  # fmt: skip
+    yield (
         "stretto_job_iteration_seconds", gauge, "An iteration as it is now.",
         of_jobs(lambda job: job.iteration_us * 1e-6 if job.iteration_us else None),
     )  # fmt: skip

@@ -16,6 +16,7 @@ from ..planner.plan import Plan
 from ..runtime.enforcer.report import EnforcerReport, Timing
 from ..units import format_us
 from .feedback import LEAST_GAIN, MOST_WINDOWS, WINDOWS, PlanWatch, Question
+from .kept_plans import KeptPlan, KeptPlans, ReadyPlan
 from .messages import (
     PLAIN,
     CapturedStep,
@@ -57,12 +58,13 @@ class SupervisedJob:
 
     def __init__(
         self, name: str, epoch: int, size: int, *, last: int, budget_s: float, seed: int,
-        start: Callable[[PlanRequest], Planning],
+        start: Callable[[PlanRequest], Planning], plans: KeptPlans | None = None,
     ) -> None:  # fmt: skip
         self.name = name
         self.job = ControllerSide.start(epoch, size, last)
         self.heard_at = time.monotonic()
         self._budget_s, self._seed, self._start = budget_s, seed, start
+        self._plans = plans
         self._planning: Planning | None = None
         self._forget()
 
@@ -100,6 +102,7 @@ class SupervisedJob:
         self._refusals = 0
         self._profiles = 0
         self._replans = 0
+        self._recalled = False
 
     @property
     def left(self) -> bool:
@@ -163,7 +166,8 @@ class SupervisedJob:
             self._give_out(remember)
         elif digest == self._digest and self._planned_for != digest:
             self._planned_for = digest
-            self._ask("planning")
+            if not self._recall():
+                self._ask("planning")
         elif self.job.phase == "refused":
             self._refused(remember)
         elif self._gave_up():
@@ -183,6 +187,7 @@ class SupervisedJob:
                 plan=self._plan, number=number, size=len(self.job.ranks), factors=self._factors, patience=patience,
                 motif_us=self._captured.motif_us, plain_times=self._plain_times, only_drift=own,
             )  # fmt: skip
+            self._keep_plan(own)
             if own:
                 self.about += ": the application's own order, as the plan before was slower"
 
@@ -221,6 +226,33 @@ class SupervisedJob:
         )  # fmt: skip
         self._planning = self._start(self._asked)
         self.about = about
+
+    def _recall(self) -> bool:
+        """Begin with the plan that an earlier start of the job has left for this very step, if there is one."""
+        assert self._captured is not None
+        kept = self._plans.load(self._captured.key) if self._plans is not None and self._captured.key else None
+        if kept is None or kept.digest != self._digest:
+            return False
+        self._asked = PlanRequest(captured=self._captured, budget_s=self._budget_s, factors=kept.factors)
+        self._planning = ReadyPlan(kept.answer)
+        self._recalled = True
+        self.about = "a plan of an earlier start is checked"
+        return True
+
+    def _keep_plan(self, own: bool) -> None:
+        """Leave the plan that runs to the next start of the job; not one that is there because another was slower."""
+        captured, answer = self._captured, self._answer
+        if self._plans is None or captured is None or answer is None or not captured.key:
+            return
+        if own:
+            self._plans.forget(captured.key)
+            return
+        first = self._states[0][1].report if 0 in self._states else None
+        kept = KeptPlan(
+            key=captured.key, digest=self._digest, captured=captured, answer=answer, factors=dict(self._factors),
+            on_own=first is not None and first.on_own,
+        )  # fmt: skip
+        self._plans.save(kept)
 
     def _consider(self, answer: PlanReply) -> None:
         """Give it out only where it promises enough; a plan for a step that is no more is dropped."""
@@ -307,6 +339,8 @@ class SupervisedJob:
             self.about = f"the step left its plan {self._profiles} times, so it stays in plain order: {why}"
             return
         self._profiles += 1
+        if self._plans is not None and self._captured is not None and self._captured.key:
+            self._plans.forget(self._captured.key)
         self._watch = self._answer = self._plan = None
         self.about = f"the step left its plan ({why}); recording it again"
         self.job = ask_profile(self.job)
@@ -358,6 +392,7 @@ class SupervisedJob:
             before=self._before,
             after=self._shown[shown.hash][1] if shown.hash in self._shown else (),
             about_recorded=self._about_recorded,
+            recalled=self._recalled,
             **mean,
         )  # fmt: skip
 

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's side of a plan that an earlier start of the job has left: what it calls, and whether that is the step.
+
+The first iterations of a job are watched. If the last two were alike, what ranks called names the step, and rank 0 asks
+the controller for it. What comes back is used only where every rank finds its own calls in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..errors import StrettoError
+from ..runtime.capture.tape import VARYING
+from ..runtime.torch_backend.own_backend import OWN_BACKEND
+from ..runtime.torch_backend.watch import WATCH, SubmittedCall
+from .messages import RecallReply, RecallRequest, decode, decode_captured, encode
+from .transport import RECALL, ControllerConnection
+
+if TYPE_CHECKING:
+    from ..cluster import Cluster
+    from ..workload import Workload
+    from .aside import SideGroup
+
+CALL_S = 5.0
+MAX_CALLS = 1 << 15
+"""Of an iteration; of a step with more calls no plan is kept."""
+MESSAGES = ("send", "recv")
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
+ONE_SIDED = ("gather", "scatter")
+NETWORK = ("STRETTO_CLUSTER", "STRETTO_CHANNELS", "STRETTO_CARRIER", "GLOO_SOCKET_IFNAME", "UCX_NET_DEVICES")
+"""Variables that say what a job runs on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recalled:
+    """What an earlier start knew, the same on all ranks."""
+
+    workload: Workload
+    cluster: Cluster
+    motif_us: float
+    on_own: bool
+
+
+class StepTally:
+    """Notes the collectives of each iteration, between `begin` and `end`."""
+
+    def __init__(self) -> None:
+        self._now: list[SubmittedCall] = []
+        self._last: tuple[SubmittedCall, ...] = ()
+        self._alike = False
+
+    def begin(self) -> None:
+        """Watch, unless the script records by itself."""
+        if WATCH.current is None:
+            WATCH.current = self
+
+    def end(self) -> None:
+        """Watch no more."""
+        if WATCH.current is self:
+            WATCH.current = None
+
+    def seen(self, what: SubmittedCall, run: Callable[[], Any]) -> Any:
+        """A call comes."""
+        if what.op not in MESSAGES and len(what.ranks) > 1:
+            self._now.append(what)
+            if len(self._now) > MAX_CALLS:
+                self.end()
+                self._now, self._alike = [], False
+        return run()
+
+    def cut(self) -> None:
+        """An iteration ends."""
+        if WATCH.current is not self:
+            return
+        ended, self._now = tuple(self._now), []
+        self._alike = [_said(call) for call in ended] == [_said(call) for call in self._last]
+        self._last = ended
+
+    @property
+    def calls(self) -> tuple[SubmittedCall, ...]:
+        """Of an iteration, where the last two were alike; else none."""
+        return self._last if self._alike else ()
+
+
+def fits(calls: Sequence[SubmittedCall], workload: Workload, rank: int) -> bool:
+    """Whether a rank's calls of an iteration are those of a recorded step."""
+    from ..runtime.enforcer.prepared import ExpectedOps
+
+    expected = ExpectedOps(workload, rank).ops if rank < workload.num_ranks else []
+    return bool(calls) and len(calls) == len(expected) and all(
+        call.ranks == group
+        and ("all_reduce" if call.op == "barrier" else call.op) == op.kind
+        and (op.kind not in ROOTED or call.root == op.root)
+        and (call.op == "barrier" or op.at_most or call.splits or op.kind in ONE_SIDED or _nbytes(call) == op.nbytes)
+        for call, (_, op, group) in zip(calls, expected, strict=True)
+    )  # fmt: skip
+
+
+def key_of(calls: Sequence[SubmittedCall], aside: SideGroup, script: str, rank: int, hosts: Sequence[str]) -> str:
+    """What names a job's step; all ranks call this together.
+
+    Args:
+        calls: Of this rank's iteration; none where iterations were not alike.
+        aside: To talk to the other ranks.
+        script: The job's script.
+        rank: This rank.
+        hosts: Every rank's host.
+
+    Returns:
+        The same on all ranks; empty where one of them has no calls.
+    """
+    mine = int.from_bytes(hashlib.sha256(repr((rank, [_said(call) for call in calls])).encode()).digest()[:8])
+    together, without = aside.sums([mine, not calls])
+    if without:
+        return ""
+    import torch
+
+    from .. import __version__
+
+    what = (
+        __version__, torch.__version__, script, OWN_BACKEND.asked, list(hosts), together,
+        [os.environ.get(name, "") for name in NETWORK],
+    )  # fmt: skip
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:32]
+
+
+def recall(
+    key: str, calls: Sequence[SubmittedCall], link: ControllerConnection, store: Any, aside: SideGroup, rank: int,
+    given: Cluster | None,
+) -> tuple[Recalled | None, bool]:  # fmt: skip
+    """Ask for what an earlier start has left; all ranks call this together.
+
+    Args:
+        key: The step's name.
+        calls: Of this rank's iteration.
+        link: Rank 0's way to the controller.
+        store: A part of the job's store of its own.
+        aside: To talk to the other ranks.
+        rank: This rank.
+        given: The cluster that the job says it runs on, if it does.
+
+    Returns:
+        What was left, if all ranks find their calls in it, and whether anything was.
+    """
+    if rank == 0:
+        said = b""
+        try:
+            said = link.call(RECALL, encode(RecallRequest(key=key)), timeout_s=CALL_S)
+        except StrettoError:
+            # No controller, or one that keeps nothing: the agent will say what there is to say.
+            said = encode(RecallReply())
+        store.set("reply", said)
+    found, there = None, True
+    try:
+        reply = decode(store.get("reply"), RecallReply)
+        there = reply.captured is not None
+        if reply.captured is not None:
+            workload, cluster = decode_captured(reply.captured)
+            if fits(calls, workload, rank) and (given is None or given.digest == cluster.digest):
+                found = Recalled(
+                    workload=workload, cluster=cluster, motif_us=reply.captured.motif_us, on_own=reply.on_own
+                )  # fmt: skip
+    except (StrettoError, msgspec.MsgspecError):
+        found = None
+    missing = aside.sums([found is None])[0]
+    return (found if not missing else None), there
+
+
+def _nbytes(call: SubmittedCall) -> int:
+    """As it is recorded."""
+    return max(1, call.nbytes)
+
+
+def _said(call: SubmittedCall) -> tuple[object, ...]:
+    """What a call is, apart from sizes that may follow the data."""
+    root = call.root if call.op in ROOTED else 0
+    return call.op, call.ranks, root, 0 if call.op in VARYING or call.splits else call.nbytes
