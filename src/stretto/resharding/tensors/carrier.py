@@ -80,10 +80,10 @@ class ReshardGroup:
         # made without PyTorch's new_group.
         name = f"resharding {','.join(map(str, ranks))}"
         number = RESHARDING.number(name)
-        timeout = dist.distributed_c10d._get_default_store().timeout
+        whole: Any = dist.distributed_c10d._get_default_store()
         self.group: Any = StrettoGroup(
             store=start_store(f"stretto/{name}/{number}"), rank=self.ranks.index(self.rank), size=len(self.ranks),
-            timeout=timeout, name=name, devices=self.ranks,
+            timeout=whole.timeout, name=name, devices=self.ranks,
         )  # fmt: skip
         engine = self.group.engine
         known: Cluster | None = engine.selector.cluster
