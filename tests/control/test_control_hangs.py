@@ -12,10 +12,14 @@ import pytest
 from stretto.control.controller import Controller
 from stretto.control.flight_record import groups_of
 from stretto.control.hang_messages import GroupPulse, Pulse, PulseCall
-from stretto.control.hangs import BEHIND, DIFFERS, GONE, HERE, SILENT, STILL_S, STOPPED, STUCK, HangWatch
+from stretto.control.hangs import BEHIND, DIFFERS, GONE, HERE, SILENT, STILL_S, STOPPED, STUCK, SURE_S, HangWatch
+from stretto.control.starved import StarvedClock, waited_s
 from stretto.errors import InvalidInput
 
 HOST = "one"
+NAMED_S = STILL_S + SURE_S + 1.5
+"""Pulses come every half second; within ten seconds in all."""
+assert NAMED_S < 10
 
 
 class World:
@@ -28,7 +32,11 @@ class World:
         self.still = dict.fromkeys(range(size), 0.0)
         self.errors = dict.fromkeys(range(size), "")
         self.ended: set[int] = set()
-        self.watch = HangWatch("job", host=HOST, now=lambda: self.time, process=self.processes.__getitem__)
+        self.starved = dict.fromkeys(range(size), 0.0)
+        self.mute: set[int] = set()
+        self.watch = HangWatch(
+            "job", host=HOST, now=lambda: self.time, process=self.processes.__getitem__, waited=self.waited
+        )
         self.said: list[str] = []
 
     def call(self, rank: int, op: str = "allreduce", nbytes: int = 4000, line: int = 7, **more: Any) -> None:
@@ -41,13 +49,17 @@ class World:
         for rank in range(self.size):
             self.call(rank, **more)
 
-    def pass_time(self, seconds: float, *, waits: bool = True) -> None:
+    def waited(self, rank: int | str) -> dict[str, float]:
+        return {"main": self.starved[int(rank)], "other": 0.0}
+
+    def pass_time(self, seconds: float, *, waits: bool = True, starved: tuple[int, ...] = ()) -> None:
         for _ in range(round(seconds / 0.5)):
             self.time += 0.5
             self.beat += 1
             for rank in range(self.size):
-                self.still[rank] += 0.5
-                if self.processes[rank] == HERE:
+                self.starved[rank] += 0.5 * (rank in starved)
+                self.still[rank] += 0.5 * (rank not in starved)
+                if self.processes[rank] == HERE and rank not in self.mute:
                     self.said += self.watch.heard(self.pulse(rank, waits)).say
             self.watch.look()
 
@@ -56,8 +68,8 @@ class World:
         group = GroupPulse(name="0", ranks=tuple(range(self.size)), calls=len(calls), recent=tuple(calls[-8:]))
         return Pulse(
             job="job", epoch=1, rank=rank, size=self.size, beat=self.beat, pid=rank, host=HOST, place="train.py:9",
-            still_s=self.still[rank], waits=waits, groups=(group,), leaving=rank in self.ended,
-            error=self.errors[rank],
+            still_s=self.still[rank], starved_s=self.starved[rank], waits=waits, groups=(group,),
+            leaving=rank in self.ended, error=self.errors[rank],
         )  # fmt: skip
 
     @property
@@ -84,7 +96,7 @@ def test_rank_that_does_not_come_is_named_with_its_place(late: tuple[int, ...]) 
     world.all_call()
     for rank in set(range(4)) - set(late):
         world.call(rank, line=12)
-    world.pass_time(STILL_S + 1.5)
+    world.pass_time(NAMED_S)
     assert world.kinds == [BEHIND]
     found = world.watch.findings[0]
     assert found.ranks == late
@@ -190,8 +202,70 @@ def test_rank_of_another_machine_is_silent_only_where_others_wait() -> None:
 def test_call_of_all_that_does_not_end_is_named() -> None:
     world = World(2)
     world.all_call()
-    world.pass_time(STILL_S + 1)
+    world.pass_time(NAMED_S)
     assert world.kinds == [STUCK]
+
+
+def test_slow_rank_whose_pulse_is_late_is_not_named() -> None:
+    """Rank 1 has come, and its pulse that says so is under way."""
+    world = World(2)
+    world.all_call()
+    world.pass_time(1)
+    world.mute = {1}
+    world.call(0)
+    world.pass_time(STILL_S + 0.5)
+    world.call(1)
+    world.call(0)
+    world.mute = set()
+    world.pass_time(1)
+    assert world.kinds == []
+
+
+def test_rank_that_is_not_let_run_is_not_named_until_it_could() -> None:
+    world = World(3)
+    world.all_call()
+    world.call(0)
+    world.call(2)
+    world.pass_time(60, starved=(1,))
+    assert world.kinds == []
+    world.mute = {1}
+    world.pass_time(60, starved=(1,))
+    assert world.kinds == [], "nor where its pulse is not let run"
+    world.mute = set()
+    world.pass_time(NAMED_S)
+    assert world.kinds == [BEHIND]
+    assert world.watch.findings[0].ranks == (1,)
+
+
+def test_ranks_that_wait_and_are_not_let_run_are_no_hang() -> None:
+    world = World(2)
+    world.all_call()
+    world.pass_time(60, starved=(0, 1))
+    assert world.kinds == []
+
+
+def test_rank_that_holds_pythons_lock_is_named_in_time() -> None:
+    world = World(2)
+    world.all_call()
+    world.pass_time(1)
+    world.call(0)
+    world.mute = {1}
+    world.pass_time(9)
+    assert world.kinds == [BEHIND]
+
+
+def test_clock_of_starving_counts_the_thread_that_waited_longest() -> None:
+    at, waits = {"now": 0.0}, {"a": 5.0}
+    clock = StarvedClock(1, now=lambda: at["now"], waited=lambda pid: dict(waits))
+    at["now"], waits["a"], waits["b"] = 10.0, 6.0, 3.0
+    assert clock.read() == 3.0
+    at["now"], waits["a"] = 11.0, 60.0
+    assert (clock.read(), clock.age_s) == (4.0, 11.0), "not more than has passed"
+    waits.clear()
+    at["now"] = 20.0
+    assert clock.read() == 4.0
+    assert waited_s("self") == {} or all(seconds >= 0 for seconds in waited_s("self").values())
+    assert waited_s(1 << 30) == {}
 
 
 def test_started_again_it_counts_anew() -> None:
@@ -217,7 +291,7 @@ def test_drawn_jobs_are_judged_as_they_were_drawn(seed: int) -> None:
     ahead = [rank for rank in range(world.size) if rank not in behind]
     for rank in ahead:
         world.call(rank)
-    world.pass_time(STILL_S + 1, waits=False)
+    world.pass_time(NAMED_S, waits=False)
     if behind and ahead:
         assert world.kinds == [BEHIND]
         assert world.watch.findings[0].ranks == tuple(behind)

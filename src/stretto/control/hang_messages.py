@@ -53,7 +53,9 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     place: Line = ""
     """Where its script stands."""
     still_s: Annotated[float, Meta(ge=0)] = 0.0
-    """For how long it has stood there without a call."""
+    """For how long it has stood there without a call, less the time in which it was not let run."""
+    starved_s: Annotated[float, Meta(ge=0)] = 0.0
+    """For how long it could not run for want of a processor, since its start."""
     waits: bool = False
     """Whether it stands inside of a call of the communication library."""
     groups: Annotated[tuple[GroupPulse, ...], Meta(max_length=MAX_PULSE_GROUPS)] = ()

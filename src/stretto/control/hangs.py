@@ -19,6 +19,7 @@ import msgspec
 from .hang_messages import GroupPulse, Pulse, PulseCall, PulseReply
 from .hang_words import call_words, how_far, rank_words
 from .messages import HangStatus
+from .starved import StarvedClock, waited_s
 
 STILL_S = 5.0
 """A rank that has called nothing for so long, at one line of its script, waits."""
@@ -27,6 +28,10 @@ SILENT_S = 4.0
 """Pulses come twice a second."""
 SILENT_HERE_S = 20.0
 """Of a process of this machine it is known whether it was stopped or has ended: another one is only busy."""
+SURE_S = 2.0
+"""What seems to hang is named when it still does after so long, in which each of its ranks could run and was heard."""
+MUTE_S = 3.0
+"""Who could run for so long and has said nothing will not."""
 SAME_MOMENT_S = 0.3
 MAX_FINDINGS = 16
 SIZED = frozenset(["allreduce", "all_reduce", "broadcast", "reduce", "all_gather_single", "reduce_scatter_single"])
@@ -41,6 +46,18 @@ class _Rank:
     heard: float
     gone_at: float = 0.0
     state: str = HERE
+    quiet: StarvedClock | None = None
+    """Made when it has not been heard for a while: what of the time since then it could not run."""
+    mute_s: float = 0.0
+    """For how long since then it could have run, and has said nothing: a thread holds Python's lock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Suspicion:
+    """What seems to hang: since when, and how often each of its ranks had been heard, and starved, by then."""
+
+    since: float
+    then: dict[int, tuple[int, float]]
 
 
 @dataclass(kw_only=True)
@@ -76,11 +93,14 @@ class HangWatch:
     def __init__(
         self, job: str, *, host: str = "", now: Callable[[], float] = time.monotonic,
         process: Callable[[int], str] = process_state,
+        waited: Callable[[int | str], dict[str, float]] = waited_s,
     ) -> None:  # fmt: skip
-        self._job, self._host, self._now, self._process = job, host, now, process
+        self._job, self._host, self._now, self._process, self._waited = job, host, now, process, waited
         self._epoch = 0
         self._ranks: dict[int, _Rank] = {}
         self._findings: list[_Finding] = []
+        self._suspicions: dict[tuple[object, ...], _Suspicion] = {}
+        self._suspected: set[tuple[object, ...]] = set()
         self._to_say: list[str] = []
 
     @property
@@ -113,12 +133,15 @@ class HangWatch:
         for rank in self._ranks.values():
             self._see(rank, now)
         self._went_on(now)
+        self._suspected = set()
         lost = self._lost()
         if lost:
             self._tell_lost(lost, now)
         troubled = bool(lost) or any(rank.pulse.error for rank in self._ranks.values())
         for name, ranks in self._groups():
             self._look_at(name, ranks, now, troubled)
+        # What does not seem so any more begins anew when it does.
+        self._suspicions = {key: one for key, one in self._suspicions.items() if key in self._suspected}
 
     def _here(self) -> list[int]:
         return [number for number, rank in self._ranks.items() if rank.state == HERE]
@@ -134,11 +157,20 @@ class HangWatch:
             if found == GONE:
                 rank.gone_at, rank.state = now, GONE
             elif now - rank.heard < SILENT_S / 2:
-                rank.state = HERE
+                rank.state, rank.quiet, rank.mute_s = HERE, None, 0.0
             elif found == STOPPED:
                 rank.state = STOPPED
             else:
-                rank.state = SILENT if now - rank.heard >= (SILENT_HERE_S if local else SILENT_S) else HERE
+                rank.state = self._silent(rank, now) if local or now - rank.heard >= SILENT_S else HERE
+
+    def _silent(self, rank: _Rank, now: float) -> str:
+        """A process of this machine may only not be let run, and then cannot say anything."""
+        if not self._host or rank.pulse.host != self._host:
+            return SILENT
+        rank.quiet = rank.quiet or StarvedClock(rank.pulse.pid, now=self._now, waited=self._waited)
+        starved_s = rank.quiet.read()
+        rank.mute_s = rank.quiet.age_s - starved_s
+        return SILENT if now - rank.heard - starved_s >= SILENT_HERE_S else HERE
 
     def _lost(self) -> list[int]:
         """Who was lost first: others may have ended because of it, or been ended by what started the job."""
@@ -197,10 +229,10 @@ class HangWatch:
         if behind:
             text = f"{head}; {rank_words(behind)} {'has' if len(behind) == 1 else 'have'} not come: "
             text += how_far(pulses, self._states(), behind, calls)
-            self._find(BEHIND, behind, text, (BEHIND, *key, tuple(behind)), now, waiting=at, group=name)
+            self._suspect(BEHIND, behind, text, (BEHIND, *key, tuple(behind)), now, waiting=at, group=name)
         elif len(waiting) == len(mine) and all(self._in_call(rank, name) for rank in waiting):
             text = f"{head}: all of its ranks have made the same calls, and it does not end"
-            self._find(STUCK, waiting, text, (STUCK, *key), now, waiting=at, group=name)
+            self._suspect(STUCK, waiting, text, (STUCK, *key), now, waiting=at, group=name)
 
     def _in_call(self, rank: int, name: str) -> bool:
         last = self._last_call(rank, name)
@@ -225,6 +257,31 @@ class HangWatch:
             for group in rank.pulse.groups:
                 found.setdefault(group.name, group.ranks or tuple(range(rank.pulse.size)))
         return list(found.items())
+
+    def _suspect(
+        self, kind: str, ranks: Sequence[int], text: str, key: tuple[object, ...], now: float, *,
+        waiting: dict[int, int], group: str,
+    ) -> None:  # fmt: skip
+        """Name what seems to hang once it has for long enough.
+
+        A rank may have been heard last before it came, or be slow because others have the processors: each must have
+        been heard again, and could have run for a while since.
+        """
+        concerned = {rank: self._ranks[rank].pulse for rank in {*ranks, *waiting} if rank in self._ranks}
+        self._suspected.add(key)
+        if key not in self._suspicions:
+            then = {rank: (pulse.beat, pulse.starved_s) for rank, pulse in concerned.items()}
+            self._suspicions[key] = _Suspicion(since=now, then=then)
+            return
+        one = self._suspicions[key]
+        for rank, pulse in concerned.items():
+            beat, starved_s = one.then.get(rank, (pulse.beat, pulse.starved_s))
+            known = self._ranks[rank]
+            ran_s = known.heard - one.since - (pulse.starved_s - starved_s)
+            heard = pulse.beat >= beat + 2 and ran_s >= SURE_S
+            if not heard and known.state == HERE and known.mute_s < MUTE_S:
+                return
+        self._find(kind, ranks, text, key, now, waiting=waiting, group=group)
 
     def _find(
         self, kind: str, ranks: Sequence[int], text: str, key: tuple[object, ...], now: float, *,

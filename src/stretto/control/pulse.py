@@ -24,6 +24,7 @@ from .flight_record import flight_groups, record_flights
 from .hang_messages import GroupPulse, Pulse, PulseCall, PulseReply
 from .hangs import host_name
 from .messages import decode, encode
+from .starved import StarvedClock
 from .transport import PULSE, ControllerConnection, from_environment
 
 EVERY_S = 0.5
@@ -48,7 +49,8 @@ class PulseSender:
         self._reader: threading.Thread | None = None
         self._read: tuple[GroupPulse, ...] = ()
         self._seen: object = None
-        self._since = time.monotonic()
+        self._starved = StarvedClock("self")
+        self._since, self._starved_then = time.monotonic(), 0.0
         self._beat = 0
         self._still = Pulse(job=job, epoch=epoch, rank=rank, size=size, beat=0, pid=self._pid, host=host_name())
         """What never changes of it."""
@@ -76,10 +78,11 @@ class PulseSender:
         self._beat += 1
         frame = None if leaving else sys._current_frames().get(self._main)
         groups = self._groups()
+        starved_s = self._starved.read()
         pulse = msgspec.structs.replace(
             self._still, beat=self._beat, place=place_text(caller(frame)) if frame is not None else "",
-            still_s=self._still_s(frame), waits=frame is not None and _communicates(frame), groups=groups,
-            leaving=leaving, error=_last_error() if leaving else "",
+            still_s=self._still_s(frame, starved_s), starved_s=starved_s, groups=groups,
+            waits=frame is not None and _communicates(frame), leaving=leaving, error=_last_error() if leaving else "",
         )  # fmt: skip
         del frame
         said = self._link.call(PULSE, encode(pulse), timeout_s=LAST_S if leaving else CALL_S)
@@ -117,8 +120,8 @@ class PulseSender:
     def _read_flights(self) -> None:
         self._read = flight_groups()[:MAX_GROUPS]
 
-    def _still_s(self, frame: FrameType | None) -> float:
-        """For how long nothing was called, and the script has not moved."""
+    def _still_s(self, frame: FrameType | None, starved_s: float) -> float:
+        """For how long nothing was called, and the script has not moved although it could."""
         where: list[tuple[int, int]] = []
         at = frame
         while at is not None and len(where) < MAX_STACK:
@@ -126,8 +129,8 @@ class PulseSender:
             at = at.f_back
         now, seen = time.monotonic(), (where, sum(log.calls for log in list(CALL_LOG.groups.values())))
         if seen != self._seen:
-            self._seen, self._since = seen, now
-        return now - self._since
+            self._seen, self._since, self._starved_then = seen, now, starved_s
+        return max(now - self._since - (starved_s - self._starved_then), 0.0)
 
 
 class CurrentPulse(ProcessPart):
