@@ -40,6 +40,7 @@ LAYERS = [
     {"runtime.capture", "runtime.probe"},
     {"runtime.enforcer"},
     {"strategy.distribute", "resharding.tensors", "pipeline.torch_runtime"},
+    {"pipeline.meshes"},
     {"control"},
     {"advice", "doctor"},
     {"torch"},

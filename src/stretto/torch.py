@@ -8,8 +8,9 @@
 
 Measure a job: `capture` makes a `Workload` of its step, `probe` a `Cluster` of its network, `bench` a table of what
 motifs cost there, `record` a `Timeline` of the calls. Change how it communicates: `enforce` carries out a plan (`step`
-marks the ends of iterations), `distribute` a strategy, `pipeline` a schedule, `reshard` and `WeightSync` move tensors
-between meshes, `DdpHook` reduces gradients under a plan. `choices` says which program ran for which calls, and why.
+marks the ends of iterations), `distribute` a strategy, `pipeline` a schedule, `MeshPipeline` one whose stages are
+meshes, `reshard` and `WeightSync` move tensors between meshes, `DdpHook` reduces gradients under a plan. `choices` says
+which program ran for which calls, and why.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ from .workload import Workload
 if TYPE_CHECKING:
     from .control.agent import Agent as Agent
     from .control.agent import connect as connect
+    from .pipeline.meshes.mesh_pipeline import EdgeTransfer as EdgeTransfer
+    from .pipeline.meshes.mesh_pipeline import MeshPipeline as MeshPipeline
+    from .pipeline.meshes.mesh_pipeline import StageMesh as StageMesh
     from .pipeline.torch_runtime import pipeline as pipeline
     from .planner.api import PlanResult
     from .resharding.tensors.mapped import MappedSync as MappedSync
@@ -92,6 +96,9 @@ _HOMES = {
     "Executor": (".runtime.executor.executor", "Executor"),
     "ProbeResult": (".runtime.probe.probe", "ProbeResult"),
     "Recorder": (".runtime.capture.session", "Recorder"),
+    "EdgeTransfer": (".pipeline.meshes.mesh_pipeline", "EdgeTransfer"),
+    "MeshPipeline": (".pipeline.meshes.mesh_pipeline", "MeshPipeline"),
+    "StageMesh": (".pipeline.meshes.mesh_pipeline", "StageMesh"),
     "MappedSync": (".resharding.tensors.mapped", "MappedSync"),
     "WeightSync": (".resharding.tensors.weights", "WeightSync"),
     "bench": (".runtime.probe.bench", "bench"),

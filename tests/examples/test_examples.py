@@ -26,6 +26,7 @@ TESTED_IN = {
     "train_fsdp": "tests/jobs/backend_examples_job.py",
     "train_hybrid": "tests/jobs/backend_examples_job.py",
     "train_loop": "examples/train_ddp.py",
+    "train_mesh_pipeline": "tests/jobs/mesh_pipeline_job.py",
     "train_pipeline": "tests/examples/test_examples_jobs.py",
     "train_strategy": "tests/examples/test_examples_jobs.py",
     "train_unchanged": "tests/cli/test_run_command.py",

@@ -127,7 +127,7 @@ class ReshardAgreement:
         patience_s = PATIENCE_S
         while not self._arrives(decision, patience_s):
             missing = [r for r in ranks if not self._store.check([f"{decision}/{r}"])]
-            gone = [r for r in missing if self._gone(r) and not self._store.check([f"{decision}/{r}"])]
+            gone = [r for r in missing if self.gone(r) and not self._store.check([f"{decision}/{r}"])]
             late = time.monotonic() > deadline
             if gone or late:
                 why = "is gone" if gone else f"did not vote within {self._store.timeout.total_seconds():g} s"
@@ -183,7 +183,7 @@ class ReshardAgreement:
         failed = f"{place}/failed"
         why = self._store.get(failed).decode(errors="replace") if self._store.check([failed]) else ""
         why = why or self._contradiction(peer, mine)
-        gone = self._gone(peer)
+        gone = self.gone(peer)
         if self._store.check([f"{place}/{peer}"]):
             return
         if why:
@@ -209,7 +209,8 @@ class ReshardAgreement:
         self._store.set(f"{where}/{other.number}/failed", why)
         return why
 
-    def _gone(self, peer: int) -> bool:
+    def gone(self, peer: int) -> bool:
+        """Whether a rank's process is known to have ended."""
         if any(peer == card.rank for card in self._cards):
             return bool(find_gone([card for card in self._cards if card.rank == peer], 0))
         at = self._at(peer)
