@@ -101,7 +101,7 @@ class RuntimeStage:
             return
         else:
             many: Any = (given,) if isinstance(given, torch.Tensor) else given
-            found, groups = _backward.stage_backward_input(many, grads, inputs, self.submod.parameters())  # type: ignore[arg-type]
+            found, groups = _backward.stage_backward_input(many, grads, inputs, self.submod.parameters())
             self._late[microbatch] = lambda: _backward.stage_backward_weight(self.submod.parameters(), groups)
             for value in inputs:
                 value.grad = None
