@@ -95,6 +95,18 @@ def test_hops_wait_for_what_brings_their_data() -> None:
     assert start.tolist() == [0.0, 4.0, 5.0] and end[2] == 5.5
 
 
+def test_a_port_may_send_for_one_device_and_receive_for_another() -> None:
+    draw = np.random.default_rng(3)
+    ports = draw.integers(0, 5, (2, 300))
+    parent = [int(draw.integers(-1, at)) if at else -1 for at in range(300)]
+    start, end = dense_order(
+        out_port=ports[0].tolist(), in_port=ports[1].tolist(), duration_us=[1.0] * 300, parent=parent,
+        urgency=list(range(300)),
+    )  # fmt: skip
+    assert np.all(end == start + 1)
+    assert all(parent[at] < 0 or start[at] >= end[parent[at]] for at in range(300))
+
+
 def test_pieces_are_cut_at_whole_elements() -> None:
     piece = Piece(nbytes=40, parts=((0,),), wanted=(1,), chunks=3, align=4)
     assert np.diff(piece.cuts()).tolist() == [12, 12, 16]

@@ -67,9 +67,12 @@ def dense_order(
             if what >= 0:
                 fresh = children[what]
                 if out_port[what] >= 0:
-                    busy -= {out_port[what], in_port[what]}
-                    able.add(out_port[what])
-                    able |= waiting[in_port[what]]
+                    # Where devices are joined directly, one link is the sending port of a device and the receiving one
+                    # of another.
+                    for port in (out_port[what], in_port[what]):
+                        busy.discard(port)
+                        able.add(port)
+                        able |= waiting[port]
             for j in fresh:
                 if out_port[j] >= 0:
                     heapq.heappush(queue[out_port[j]][in_port[j]], (urgency[j], j))

@@ -70,7 +70,17 @@ class RuntimeStage:
         return [gradients.send(found, [False] * len(found))]
 
     def forward_one_chunk(self, microbatch: int, args: Any, kwargs: Any = None, **_: Any) -> Any:
-        """Compute a micro-batch forward."""
+        """Compute a micro-batch forward.
+
+        Args:
+            microbatch: its number.
+            args: inputs of the first stage; others take what has arrived.
+            kwargs: further arguments of the module.
+            **_: what some versions of PyTorch also say.
+
+        Returns:
+            The module's outputs.
+        """
         if self.incoming is not None:
             args = self._received(microbatch)
         outputs = self.submod(*args, **(kwargs or {}))
@@ -87,7 +97,14 @@ class RuntimeStage:
     def backward_one_chunk(
         self, microbatch: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Compute a micro-batch backward; without `full_backward` only the gradients of its inputs."""
+        """Compute a micro-batch backward.
+
+        Args:
+            microbatch: its number.
+            loss: the loss, on the last stage.
+            full_backward: whether to compute gradients of inputs and weights, or of the inputs alone.
+            last_backward: whether no micro-batch follows.
+        """
         outputs, inputs = self._kept.pop(microbatch)
         grads = None
         if self.outgoing is not None:
