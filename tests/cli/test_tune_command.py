@@ -46,6 +46,12 @@ for number in range(1000):
 sys.exit(86)
 """
 
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
+
+
 TRAIN = """
 import sys, torch, torch.distributed as dist, stretto.torch
 torch.set_num_threads(1)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.cluster import Cluster
 from stretto.errors import InvalidInput
-from stretto.strategy import ModelSpec, Strategy, Variable, zoo
+from stretto.strategy import BUILDERS, ModelSpec, Strategy, Variable, build, zoo
 from stretto.strategy.kernels import global_step
 from stretto.strategy.resources import Resources
 from stretto.strategy.sampler import LARGE_SHARE, SMALL_BYTES, Sampler
@@ -125,3 +126,19 @@ def test_the_papers_models_are_drawn_for_at_once() -> None:
 def test_a_staleness_out_of_range_is_refused() -> None:
     with pytest.raises(InvalidInput, match=r"^staleness: must be 0\.\.16, not 17$"):
         Sampler(MIXED, 2, staleness=17)
+
+
+@pytest.mark.parametrize("name", sorted(BUILDERS))
+def test_a_builders_strategy_has_a_recipe_next_to_it(name: str) -> None:
+    model = zoo.model("ncf_sparse", scale=0.1)
+    sampler = Sampler(model, Cluster.preset("autodist_b5"), seed=3)
+    strategy = build(name, model, sampler.there)
+    recipe = sampler.recipe_of(strategy)
+    composed = sampler.compose(recipe)
+    # The constraints may cut a variable otherwise, but not synchronize it in another way.
+    for node in strategy.nodes:
+        kinds = {sync.kind for sync in (node.parts or (node.sync,))}
+        other = composed.node(node.variable)
+        assert {sync.kind for sync in (other.parts or (other.sync,))} == kinds
+    for made in (sampler.change(recipe), sampler.cross(recipe, sampler.sample()[0])):
+        made[1].check(model)

@@ -19,19 +19,21 @@ from ..cluster.files import load
 from ..errors import InvalidInput, unknown
 from ..report.table import ResultTable
 from ..strategy import ModelSpec
+from ..strategy.experience import Experience
 from ..strategy.files import save_model as written_model
 from ..strategy.files import save_strategy, strategy_text
 from ..strategy.representation import MAX_STALENESS
 from ..strategy.requests import Reference
 from ..strategy.resources import resources
-from ..strategy.search import METHODS, Bench, StrategyResult, StrategyTrial, search
+from ..strategy.search import METHODS, RANKERS, Bench, StrategyResult, StrategyTrial, search
 from ..strategy.simulate import plan_strategy
 from ..strategy.trials import Trials
 from ..strategy.trials import command as launched
 from ..strategy.trials_ray import ray_trials
 from ..synthesis.backends import check_backend
+from ..synthesis.cache import directory
 from ..units import format_us
-from .common import about, out, progress
+from .common import about, out, progress, say
 from .options import BackendOption, HtmlOption, JobsOption, JsonOption, OptionalCluster, RayOption, SeedOption
 from .outputs import YAML, OutputFiles, output
 from .pages import write_tables
@@ -59,15 +61,35 @@ ModelFileOption = Annotated[
         help="Write the model too, for 'stretto strategy ... -m FILE'.",
     ),
 ]
+TargetOption = Annotated[
+    Path, typer.Option("--output", "-o", metavar="FILE", callback=output(*YAML), help="Where the strategy goes.")
+]
+MethodOption = Annotated[
+    str, typer.Option(metavar="learned|random", help="Learn from trials, or draw guided by rules alone.")
+]
+PlanBudgetOption = Annotated[
+    float, typer.Option("--budget", metavar="SECONDS", help="How long the planner of --plan searches.")
+]
+ScratchOption = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="A folder that all hosts see. Default: this machine's for such.")
+]
+RankerOption = Annotated[
+    str, typer.Option(metavar="gaussian|recurrent", help="What learns from trials; the first finds more.")
+]
+ExperienceOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        callback=output(".json"),
+        help="What searches have found so far, to begin with and to add to. Default: a file in the cache folder.",
+    ),
+]
 
 
 def tune(
     command: Annotated[list[str], typer.Argument(metavar="-- CMD...", help="What starts the job.")],
     trials: Annotated[int, typer.Option(help="How many strategies to try.")] = 20,
-    target: Annotated[
-        Path,
-        typer.Option("--output", "-o", metavar="FILE", callback=output(*YAML), help="Where the strategy goes."),
-    ] = Path("strategy.yaml"),
+    target: TargetOption = Path("strategy.yaml"),
     cluster: OptionalCluster = None,
     warmup: Annotated[int, typer.Option(help="Iterations before each measurement.")] = 10,
     timed: Annotated[int, typer.Option(help="Iterations measured.")] = 40,
@@ -76,20 +98,17 @@ def tune(
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For one run; what takes longer has failed.")] = 600,
     allow_lossy: Annotated[bool, typer.Option("--allow-lossy", help="Also try compressed gradients.")] = False,
     allow_stale: Annotated[int, typer.Option(metavar="K", help="Also try parameters up to K steps old.")] = 0,
-    method: Annotated[
-        str, typer.Option(metavar="learned|random", help="Learn from trials, or draw guided by rules alone.")
-    ] = "learned",
+    method: MethodOption = "learned",
+    ranker: RankerOption = "gaussian",
+    experience: ExperienceOption = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Use no experience, and leave none.")] = False,
     backend: BackendOption = "processes",
     ray_address: RayOption = None,
     jobs: JobsOption = 1,
-    scratch: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A folder that all hosts see. Default: this machine's for such.")
-    ] = None,
+    scratch: ScratchOption = None,
     seed: SeedOption = 0,
     plan: PlanFileOption = None,
-    budget: Annotated[
-        float, typer.Option("--budget", metavar="SECONDS", help="How long the planner of --plan searches.")
-    ] = 10.0,
+    budget: PlanBudgetOption = 10.0,
     save_model: ModelFileOption = None,
     html: HtmlOption = None,
     rows: JsonOption = None,
@@ -114,22 +133,26 @@ def tune(
     """
     check_backend(backend, ray_address)
     _check(trials=trials, jobs=jobs, rounds=rounds, budget=budget, allow_stale=allow_stale)
-    if method not in METHODS:
-        raise InvalidInput(f"--method: {unknown('method', method, METHODS)}")
-    if scratch is not None and not scratch.is_dir():
-        raise InvalidInput(f"--scratch {scratch}: there is no such folder")
+    _check_words(method=method, ranker=ranker, scratch=scratch)
+    if fresh and experience is not None:
+        raise InvalidInput("--fresh: means no experience; leave --experience out")
     if plan is not None and cluster is None:
         raise InvalidInput("--plan: the planner needs to know the network: give --cluster")
     known = load(cluster) if cluster is not None else None
+    memory = None if fresh or method == "random" else experience or directory() / "experience.json"
+    past = _remembered(memory, named=experience is not None)
     folder = str(scratch.absolute()) if scratch is not None else None
     with _ended_with_us(), Trials(
         launched(command), warmup=warmup, timed=timed, timeout_s=timeout, folder=folder
     ) as runs:  # fmt: skip
         model, found = _searched(
             runs, command, trials=trials, cluster=known, method=method, lossy=allow_lossy, staleness=allow_stale,
-            seed=seed, backend=backend, ray_address=ray_address, jobs=jobs, rounds=rounds, ddp=ddp,
+            seed=seed, backend=backend, ray_address=ray_address, jobs=jobs, rounds=rounds, ddp=ddp, ranker=ranker,
+            experience=past,
         )  # fmt: skip
     files = OutputFiles()
+    if memory is not None:
+        _remember(memory, past, found)
     files.write(target, lambda path: save_strategy(found.best, path), f"use it with STRETTO_STRATEGY={target}")
     files.write(save_model, lambda path: written_model(model, path))
     files.json(rows, [_row(trial) for trial in found.trials])
@@ -155,6 +178,16 @@ def _check(**numbers: float) -> None:
             raise InvalidInput(f"--{name.replace('_', '-')}: must be {low}..{high}, not {number}")
 
 
+def _check_words(*, method: str, ranker: str, scratch: Path | None) -> None:
+    """Refuse names that do not exist."""
+    if method not in METHODS:
+        raise InvalidInput(f"--method: {unknown('method', method, METHODS)}")
+    if ranker not in RANKERS:
+        raise InvalidInput(f"--ranker: {unknown('ranker', ranker, RANKERS)}")
+    if scratch is not None and not scratch.is_dir():
+        raise InvalidInput(f"--scratch {scratch}: there is no such folder")
+
+
 @contextmanager
 def _ended_with_us() -> Iterator[None]:
     """A job is in a session of its own: it must be ended by us when we are."""
@@ -165,9 +198,34 @@ def _ended_with_us() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _remembered(path: Path | None, *, named: bool) -> Experience:
+    """The experience in a file; without the file none. One in the cache folder that cannot be read is passed over."""
+    if path is None or not path.exists():
+        return Experience()
+    try:
+        return Experience.load(path)
+    except InvalidInput as error:
+        if named:
+            raise
+        say(f"{error}; the search begins without experience", error=True)
+        return Experience()
+
+
+def _remember(path: Path, past: Experience, found: StrategyResult) -> None:
+    """Add a search to the experience; where the file cannot be written, say so and go on."""
+    if found.lesson is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        past.plus(found.lesson).save(path)
+    except (InvalidInput, OSError) as error:
+        say(f"the experience of this search is lost: {error}", error=True)
+
+
 def _searched(
     runs: Trials, command: list[str], *, trials: int, cluster: Cluster | None, method: str, lossy: bool,
-    staleness: int, seed: int, backend: str, ray_address: str | None, jobs: int, rounds: int, ddp: bool,
+    staleness: int, seed: int, backend: str, ray_address: str | None, jobs: int, rounds: int, ddp: bool, ranker: str,
+    experience: Experience,
 ) -> tuple[ModelSpec, StrategyResult]:  # fmt: skip
     references = [Reference(bucket_mb=mb) for mb in BUCKETS_MB] if ddp else []
     with progress("tune", 1 + len(references) + trials + (1 if rounds else 0)) as advance:
@@ -181,7 +239,8 @@ def _searched(
         def searched(bench: Bench) -> StrategyResult:
             return search(
                 model, cluster or there, bench, trials=trials, seed=seed, method=method, lossy=lossy,
-                staleness=staleness, references=references, confirm=rounds, on_start=advance,
+                staleness=staleness, references=references, confirm=rounds, ranker=ranker, experience=experience,
+                on_start=advance,
             )  # fmt: skip
 
         if backend == "processes":

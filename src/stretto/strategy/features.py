@@ -14,6 +14,12 @@ from .representation import SYNCHRONIZERS, Strategy
 LARGEST = 6
 """The number of variables, those with the largest gradients, that have features of their own."""
 
+COMMON = (
+    "estimate", *NAMES, *(f"share.{kind}" for kind in SYNCHRONIZERS), "cut", "two_level", "ordered", "encoded",
+    "stale", "messages", "largest_message", "last_message", "busiest_server",
+)  # fmt: skip
+"""The features with which every vector begins, whatever the model and the cluster."""
+
 
 class Features:
     """Feature vectors of strategies for a model on a cluster.
@@ -34,11 +40,7 @@ class Features:
         self._host = dict(zip(model.there.devices, model.there.hosts, strict=True))
         self._hosts = [model.there.hosts[ranks[0]] for ranks in model.there.by_host]
         each = [f"{name}.{what}" for name in self._largest for what in (*SYNCHRONIZERS, "parts")]
-        self.names = (
-            "estimate", *NAMES, *(f"share.{kind}" for kind in SYNCHRONIZERS), "cut", "two_level", "ordered", "encoded",
-            "stale", "messages", "largest_message", "last_message", "busiest_server",
-            *(f"served.{at}" for at in range(len(self._hosts))), *each,
-        )  # fmt: skip
+        self.names = (*COMMON, *(f"served.{at}" for at in range(len(self._hosts))), *each)
 
     def vector(self, strategy: Strategy) -> Floats:
         """The vector of a strategy: times as logarithms, everything else as shares of the gradient's bytes."""
@@ -78,4 +80,4 @@ class Features:
         )  # fmt: skip
 
 
-__all__ = ["Features"]
+__all__ = ["COMMON", "Features"]

@@ -10,7 +10,8 @@ probable utilities are found with Newton's method (Laplace's approximation).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -30,7 +31,7 @@ LEAST_BEND = 0.1
 class Ranker:
     """Utilities of strategies from feature vectors whose first entry is the logarithm of the estimated time.
 
-    Higher is faster. Without trials the utility is the estimate's.
+    Higher is faster. Without trials the utility is the estimate's, and what `hint` adds to it.
 
     >>> ranker = Ranker()
     >>> slow, fast = np.array([2.0, 0.0]), np.array([1.0, 1.0])
@@ -41,7 +42,8 @@ class Ranker:
     True
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hint: Callable[[Floats], Floats] | None = None) -> None:
+        self._hint = hint
         self._vectors: Floats = np.zeros((0, 0))
         self._pull: Floats = np.zeros(0)
         self._solve: Floats = np.zeros((0, 0))
@@ -68,12 +70,12 @@ class Ranker:
         self._length = max(float(np.median(gaps[np.triu_indices(len(raw), 1)])), 1e-6)
         prior, kernel = self._prior(raw), self._kernel(self._vectors, self._vectors) + 1e-6 * np.eye(len(raw))
         first, second = np.triu_indices(len(raw), 1)
-        sure = _sigmoid((speed[first] - speed[second]) / CLEAR)
+        sure = sigmoid((speed[first] - speed[second]) / CLEAR)
         # A trial is in as many pairs as there are others; together the pairs weigh as much as one time with its noise.
         weight = 4 * (CLEAR / NOISE) ** 2 / (len(raw) - 1)
         utility = prior.copy()
         for _ in range(ROUNDS):
-            said = _sigmoid((utility[first] - utility[second]) / CLEAR)
+            said = sigmoid((utility[first] - utility[second]) / CLEAR)
             slope = np.zeros(len(raw))
             np.add.at(slope, first, weight * (sure - said) / CLEAR)
             np.add.at(slope, second, -weight * (sure - said) / CLEAR)
@@ -97,7 +99,7 @@ class Ranker:
         """The utility of each: a logarithm of speed, up to a constant."""
         raw = np.array(vectors)
         if not self.trials:
-            return -ESTIMATE_SLOPE * raw[:, 0]
+            return self._prior(raw)
         return np.asarray(self._prior(raw) + self._kernel(self._standard(raw), self._vectors) @ self._pull)
 
     def doubt(self, vectors: Sequence[Floats]) -> Floats:
@@ -122,15 +124,30 @@ class Ranker:
         return np.asarray((raw - self._mean) / self._scale)
 
     def _prior(self, raw: Floats) -> Floats:
-        return np.asarray(-ESTIMATE_SLOPE * (raw[:, 0] - self._mean[0]))
+        middle = self._mean[0] if len(self._mean) else 0.0
+        said = -ESTIMATE_SLOPE * (raw[:, 0] - middle)
+        return np.asarray(said if self._hint is None else said + self._hint(raw))
 
     def _kernel(self, a: Floats, b: Floats) -> Floats:
         gaps = ((a[:, None] - b[None]) ** 2).sum(-1)
         return np.asarray(SMOOTH**2 * (np.exp(-gaps / (2.0 * self._length)) + a @ b.T / a.shape[1]))
 
 
-def _sigmoid(x: Floats) -> Floats:
+def sigmoid(x: Floats) -> Floats:
+    """The logistic function; it overflows nowhere."""
     return np.asarray(0.5 * (1.0 + np.tanh(0.5 * x)))
+
+
+def expected_gain(ahead: Floats, doubt: Floats) -> Floats:
+    """The mean of what a normal variable is above 0, from its mean and its standard deviation.
+
+    >>> expected_gain(np.array([0.0, 1.0, -1.0]), np.array([1.0, 0.0, 0.5])).round(3).tolist()
+    [0.399, 1.0, 0.004]
+    """
+    spread = np.maximum(doubt, 1e-12)
+    at = ahead / spread
+    below = 0.5 * (1.0 + np.array([math.erf(x / math.sqrt(2.0)) for x in at]))
+    return np.asarray(ahead * below + spread * np.exp(-0.5 * at**2) / math.sqrt(2.0 * math.pi))
 
 
 def fidelity(scores: Sequence[float], times_us: Sequence[float], *, accuracy: float = 0.8) -> float:
@@ -175,4 +192,4 @@ def kendall_tau(scores: Sequence[float], times_us: Sequence[float]) -> float:
     return float(agree.sum() / np.sqrt(float(untied[0]) * float(untied[1]))) if min(untied) else 0.0
 
 
-__all__ = ["Ranker", "fidelity", "kendall_tau"]
+__all__ = ["Ranker", "expected_gain", "fidelity", "kendall_tau", "sigmoid"]

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 from ..errors import InvalidInput
 from ..units import check_seed
@@ -32,7 +33,7 @@ SPARSE_KINDS = ("sparse_all_gather", "parameter_server", "all_reduce")
 STRAYS = (0.0, 0.0, 0.1, 0.3)
 """Shares of variables that differ from the others of their class, of which one is drawn."""
 GROUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-CLASSES = ("small", "large", "sparse")
+CLASSES: tuple[Literal["small", "large", "sparse"], ...] = ("small", "large", "sparse")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +81,13 @@ class Sampler:
             raise InvalidInput(f"staleness: must be 0..{MAX_STALENESS}, not {staleness}")
         self.model = model
         self.there = resources(where)
-        self._lossy = lossy
+        self.lossy = lossy
         self._staleness = staleness
         self._rng = random.Random(check_seed(seed))
         total = sum(v.gradient_bytes for v in model.variables)
         self._small = max(SMALL_BYTES, SMALL_SHARE * total)
         self._large = min(LARGE_BYTES, max(LARGE_SHARE * total, 2 * self._small))
-        self._members = {c: [at for at, v in enumerate(model.variables) if self._class(v) == c] for c in CLASSES}
+        self.members = {c: [at for at, v in enumerate(model.variables) if self._class(v) == c] for c in CLASSES}
 
     def sample(self) -> tuple[Recipe, Strategy]:
         """Draw one strategy.
@@ -96,19 +97,19 @@ class Sampler:
         """
         rng = self._rng
         choices: list[VariableChoice] = [VariableChoice()] * len(self.model.variables)
-        for members in self._members.values():
+        for members in self.members.values():
             stray = rng.choice(STRAYS)
             common: VariableChoice | None = None
             for at in members:
                 variable = self.model.variables[at]
                 if common is None:
                     common = self._choice(variable)
-                choices[at] = self._choice(variable) if rng.random() < stray else self._fitting(common, variable)
+                choices[at] = self._choice(variable) if rng.random() < stray else self.fitting(common, variable)
         several = any(len(ranks) > 1 for ranks in self.there.by_host)
         recipe = Recipe(
             choices=tuple(choices), servers=self._servers(), groups=rng.choice(GROUPS),
             server_groups=rng.choice(GROUPS[:6]), two_level=several and rng.random() < 0.6,
-            by_rate=rng.random() < 0.7, by_host=self._interleaved and rng.random() < 0.6, apart=rng.random() < 0.5,
+            by_rate=rng.random() < 0.7, by_host=self.interleaved and rng.random() < 0.6, apart=rng.random() < 0.5,
             staleness=rng.randint(0, self._staleness) if self._staleness else 0,
         )  # fmt: skip
         return recipe, self.compose(recipe)
@@ -120,16 +121,55 @@ class Sampler:
             made = self._changed(made)
         return made, self.compose(made)
 
+    def cross(self, one: Recipe, other: Recipe) -> tuple[Recipe, Strategy]:
+        """A recipe between two: the choices of each class, and each setting for all, are those of either."""
+        rng = self._rng
+        choices = list(one.choices)
+        for members in self.members.values():
+            if rng.random() < 0.5:
+                for at in members:
+                    choices[at] = other.choices[at]
+        settings = {f.name: getattr(rng.choice((one, other)), f.name) for f in fields(Recipe) if f.name != "choices"}
+        made = Recipe(choices=tuple(choices), **settings)
+        return made, self.compose(made)
+
+    def recipe_of(self, strategy: Strategy) -> Recipe:
+        """The recipe that comes next to a strategy of any origin, so that neighbors of it can be drawn.
+
+        Composed, it is that strategy up to the constraints: cuts along one axis, groups of about the same bytes.
+        """
+        choices, servers, messages, pieces = [], {}, set(), []
+        for variable in self.model.variables:
+            node = strategy.node(variable.name)
+            counts = [cut if isinstance(cut, int) else len(cut) for cut in node.partition]
+            axis = counts.index(max(counts)) if counts else 0
+            found = [sync for _, sync in node.syncs(variable)]
+            drawn = VariableChoice(kind=found[0].kind, parts=len(found), axis=axis, encoder=found[0].encoder)
+            choices.append(self.fitting(drawn, variable))
+            for at, sync in enumerate(found):
+                servers.update(dict.fromkeys(sync.placement))
+                alone = (variable.name, at) if sync.group < 0 else ()
+                messages.add((sync.kind == "parameter_server", sync.group, sync.placement, alone))
+                pieces.append((sync, len(found)))
+        served = sum(is_served for is_served, *_ in messages)
+        return Recipe(
+            choices=tuple(choices), servers=tuple(servers) or self.there.firsts,
+            groups=max(len(messages) - served, 1), server_groups=max(round(served / max(len(servers), 1)), 1),
+            two_level=any(sync.transfer for sync, _ in pieces), by_host=any(sync.sequence for sync, _ in pieces),
+            apart=any(count > 1 and sync.group < 0 for sync, count in pieces),
+            staleness=max(max(sync.staleness, 0) for sync, _ in pieces),
+        )  # fmt: skip
+
     def _changed(self, recipe: Recipe) -> Recipe:
         rng = self._rng
         what = rng.choice(("class", "class", "one", "servers", "groups", "server_groups", "level", "apart", "order"))
         if what in ("class", "one"):
-            members = rng.choice([m for m in self._members.values() if m])
+            members = rng.choice([m for m in self.members.values() if m])
             members = members if what == "class" else [rng.choice(members)]
             common = self._choice(self.model.variables[members[0]])
             choices = list(recipe.choices)
             for at in members:
-                choices[at] = self._fitting(common, self.model.variables[at])
+                choices[at] = self.fitting(common, self.model.variables[at])
             return replace(recipe, choices=tuple(choices))
         if what == "servers":
             return replace(recipe, servers=self._servers(), by_rate=rng.random() < 0.7)
@@ -143,7 +183,7 @@ class Sampler:
             several = any(len(ranks) > 1 for ranks in self.there.by_host)
             return replace(recipe, two_level=several and not recipe.two_level)
         late = rng.randint(0, self._staleness) if self._staleness else 0
-        return replace(recipe, by_host=self._interleaved and not recipe.by_host, staleness=late)
+        return replace(recipe, by_host=self.interleaved and not recipe.by_host, staleness=late)
 
     def compose(self, recipe: Recipe) -> Strategy:
         """The strategy of a recipe: variables are cut, then collectives are grouped and servers assigned."""
@@ -247,10 +287,10 @@ class Sampler:
         encoder = "none"
         if not variable.sparse and kind != "sharded":
             exact = ("none", "sufficient_factors") if by_factors(variable) else ("none",)
-            encoder = rng.choice((*exact, *LOSSY) if self._lossy else exact)
-        return self._fitting(VariableChoice(kind=kind, parts=count, axis=axis, encoder=encoder), variable)
+            encoder = rng.choice((*exact, *LOSSY) if self.lossy else exact)
+        return self.fitting(VariableChoice(kind=kind, parts=count, axis=axis, encoder=encoder), variable)
 
-    def _fitting(self, choice: VariableChoice, variable: Variable) -> VariableChoice:
+    def fitting(self, choice: VariableChoice, variable: Variable) -> VariableChoice:
         """Constraint 1, and the part of a choice that the variable's shape and gradient allow."""
         nbytes = variable.gradient_bytes
         parts, axis, encoder = choice.parts, choice.axis, choice.encoder
@@ -272,13 +312,21 @@ class Sampler:
         hosts, or one device.
         """
         rng, there = self._rng, self.there
-        best = max(there.rates)
-        fast = tuple(name for name, rate in zip(there.firsts, there.rates, strict=True) if rate >= 0.75 * best)
+        fast = self.fast
         some = tuple(name for name in there.firsts if rng.random() < 0.5) or there.firsts[:1]
         return rng.choice((there.firsts, there.devices, fast, some, (rng.choice(fast),)))
 
     @property
-    def _interleaved(self) -> bool:
+    def fast(self) -> tuple[str, ...]:
+        """The first device of each host with one of the fastest uplinks."""
+        best = max(self.there.rates)
+        return tuple(
+            name for name, rate in zip(self.there.firsts, self.there.rates, strict=True) if rate >= 0.75 * best
+        )
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the ranks of a host are not in a row."""
         return any(ranks != tuple(range(ranks[0], ranks[0] + len(ranks))) for ranks in self.there.by_host)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Algorithm 1 of AutoDist: sample, score, filter, select, try, learn; until the budget of trials is spent.
 
-The strategies of builders come first: all-reduce in buckets, as in DDP, then those with the best estimates. Later
+All-reduce in buckets, as in DDP, comes first, then the builders with the best estimates, one setting of each. Later
 candidates are strategies of the guided sampler, neighbors of the best so far, and the remaining builders. In the end
 the best few are compared with the references, which are kept unless they are beaten.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,39 +21,36 @@ from ..units import MB, MIB, check_seed
 from .builders import build
 from .cost import Floats, StrategyCostModel
 from .decide import Decision, decide
-from .features import Features
-from .learned import NOISE, Ranker, fidelity
+from .experience import MAX_TRIALS, Experience, Hint, PastSearch, PastTrial
+from .features import COMMON, Features
+from .habits import habit_of
+from .learned import Ranker, expected_gain, fidelity
 from .model import ModelSpec
+from .propose import BUILT, PARENTS, USUAL, Proposal, Proposals
+from .recurrent import RecurrentRanker, SequenceFeatures
 from .representation import Strategy
 from .requests import Arm, Reference
 from .resources import Where, resources
-from .sampler import Recipe, Sampler, by_factors
+from .sampler import Recipe, Sampler
 
 METHODS = ("learned", "random")
 """``random`` is the guided sampler alone, as in the paper's comparison."""
+RANKERS = ("gaussian", "recurrent")
+"""Models that learn from trials: a Gaussian process, and a recurrent network as in the paper."""
 CANDIDATES = 96
 PER_ROUND = 4
-NEIGHBORS = 0.5
-"""The share of candidates that are neighbors of good strategies, once there are trials."""
+KEPT = 32
+"""The number of candidates that were not chosen and stay candidates."""
+HABITS = 2
+"""The number of past searches, those most alike, whose best habit is tried first."""
+FIRST_SHARE = 4
+"""One in so many trials, at the beginning, is the best setting of a builder by its estimate."""
 FOLDS = 5
 MOST_REJECTED = 0.75
 """The largest share of candidates that the fidelity level may reject, so that there is a choice left."""
-DIVERSITY = 1.0
-"""The bonus of a strategy that is wholly different from all tried ones, in standard deviations of the scores."""
 CONFIRM = 12
 """The largest number of rounds of the comparison at the end."""
 FINALISTS = 3
-USUAL = "all_reduce"
-
-BUILT: tuple[tuple[str, dict[str, Any]], ...] = (
-    (USUAL, {}),
-    (USUAL, {"bucket_mb": 0.25}), (USUAL, {"bucket_mb": 1.0}), (USUAL, {"bucket_mb": 4.0}),
-    (USUAL, {"bucket_mb": 100.0}),
-    ("partitioned_all_reduce", {}), ("ps", {}), ("ps_balanced", {}), ("ps_balanced", {"servers": "devices"}),
-    ("partitioned_ps", {}), ("partitioned_ps", {"two_level": False}), ("uneven_partitioned_ps", {}), ("parallax", {}),
-    ("random_axis", {}), ("zero1", {}), ("zero2", {}), ("zero2", {"bucket_mb": 4.0}),
-)  # fmt: skip
-
 Try = Callable[[Strategy], float]
 """Runs a strategy and returns the microseconds of an iteration; raises `Infeasible` if it did not run."""
 
@@ -115,7 +112,7 @@ class StrategyTrial:
 
     number: int
     strategy: Strategy
-    recipe: Recipe | None
+    recipe: Recipe
     vector: Floats = field(repr=False)
     origin: str
     estimate_us: float
@@ -141,6 +138,8 @@ class StrategyResult:
     finalists: tuple[tuple[str, Arm], ...] = ()
     decision: Decision | None = None
     """The comparison of the finalists."""
+    lesson: PastSearch | None = None
+    """What a later search can use, for `Experience.plus`; None if the usual strategy did not run."""
     kept: Reference | None = None
     """The reference that no strategy beat with confidence; `best` is then the strategy that does the same."""
 
@@ -163,8 +162,8 @@ class StrategyResult:
 def search(
     model: ModelSpec, where: Where, run: Try | Bench, *, trials: int = 20, seed: int = 0, method: str = "learned",
     lossy: bool = False, staleness: int = 0, references: Sequence[Reference] = (), confirm: int = CONFIRM,
-    with_builders: bool = True, on_trial: Callable[[StrategyTrial], None] | None = None,
-    on_start: Callable[[str], None] | None = None,
+    with_builders: bool = True, ranker: str = "gaussian", experience: Experience | None = None,
+    on_trial: Callable[[StrategyTrial], None] | None = None, on_start: Callable[[str], None] | None = None,
 ) -> StrategyResult:  # fmt: skip
     """The best strategy found in a number of trials.
 
@@ -184,6 +183,8 @@ def search(
         references: configurations of plain DDP to compare with; only with a `Bench`.
         confirm: largest number of rounds of the final comparison, 0..1000.
         with_builders: whether strategies of builders are candidates.
+        ranker: the model that learns from trials, one of `RANKERS`.
+        experience: past searches, of this model or others, to begin with; the result's `lesson` can be added to it.
         on_trial: called after each trial.
         on_start: called before each run with a name of what is run.
 
@@ -201,60 +202,62 @@ def search(
         raise InvalidInput(f"confirm: must be 0..1000 rounds, not {confirm}")
     if method not in METHODS:
         raise unknown("method", method, METHODS)
+    if ranker not in RANKERS:
+        raise unknown("ranker", ranker, RANKERS)
     if references and not isinstance(run, Bench):
         raise InvalidInput("references: a function can only run strategies; give a Bench")
     return _Search(
         model, where, run if isinstance(run, Bench) else _Alone(run), trials=trials, seed=seed, method=method,
         sampler=Sampler(model, where, lossy=lossy, staleness=staleness, seed=seed), references=references,
-        on_trial=on_trial, on_start=on_start, confirm=confirm, with_builders=with_builders,
+        on_trial=on_trial, on_start=on_start, confirm=confirm, with_builders=with_builders, ranker=ranker,
+        experience=experience or Experience(),
     ).found()  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Candidate:
-    strategy: Strategy
-    recipe: Recipe | None
-    origin: str
-    vector: Floats
 
 
 class _Search:
     def __init__(
         self, model: ModelSpec, where: Where, bench: Bench, *, trials: int, seed: int, method: str, sampler: Sampler,
         references: Sequence[Reference], on_trial: Callable[[StrategyTrial], None] | None,
-        on_start: Callable[[str], None] | None, confirm: int, with_builders: bool,
+        on_start: Callable[[str], None] | None, confirm: int, with_builders: bool, ranker: str, experience: Experience,
     ) -> None:  # fmt: skip
         self._model = model
         self._bench = bench
         self._budget = trials
-        self._sampler = sampler
-        self._features = Features(StrategyCostModel(model, where))
+        cost = StrategyCostModel(model, where)
+        self._features = SequenceFeatures(cost) if ranker == "recurrent" else Features(cost)
         self._there = resources(where)
-        self._ranker = Ranker()
-        self._rng = random.Random(seed + 1)
+        self._sampler = sampler
+        self._seed = seed
         self._learns = method == "learned"
         self._round_size = max(bench.places, PER_ROUND)
         self._on_trial = on_trial
         self._on_start = on_start or (lambda _: None)
         self._confirm = confirm if self._learns else 0
-        self._builders = with_builders and self._learns
+        self._proposals = Proposals(
+            sampler, self._features, rng=random.Random(seed + 1), with_builders=with_builders and self._learns
+        )
         self._references = list(references)
         self._reference_us: list[float] = []
+        self._usual = self._proposals.usual()
+        self._past = experience.nearest(self._lesson())
+        self._hint = Hint(self._past, self._lesson()) if self._past else None
+        self._ranker = self._fresh_ranker()
         self._trials: list[StrategyTrial] = []
         self._levels: list[float] = []
-        self._seen: set[tuple[object, ...]] = set()
 
     def found(self) -> StrategyResult:
         for reference in self._references:
             self._on_start(reference.name)
             (time_us,) = self._bench.run_all([reference])
             self._reference_us.append(math.inf if isinstance(time_us, Infeasible) else time_us)
-        usual = self._candidate(build(USUAL, self._model, self._there), None, USUAL)
-        assert usual is not None
-        self._try([usual, *self._first()][: self._budget])
+        usual = self._usual
+        self._proposals.chose([usual])
+        first = self._first()
+        self._proposals.chose(first)
+        self._try([usual, *first][: self._budget])
         while len(self._trials) < self._budget:
             room = self._budget - len(self._trials)
-            chosen = self._select(self._candidates(), min(self._round_size, room))
+            chosen = self._round(min(self._round_size, room))
             if not chosen:
                 break
             self._try(chosen)
@@ -263,20 +266,34 @@ class _Search:
             raise Infeasible(f"no strategy ran: {self._trials[0].why}")
         return self._decided(ran)
 
-    def _first(self) -> list[_Candidate]:
-        """Strategies of builders that are tried first, those with the best estimates, with at
-        most half of all trials.
-        """
-        if not self._builders:
-            return []
-        built = sorted(self._built(), key=lambda one: self._features.cost.estimate_us(one.strategy))
-        found: list[_Candidate] = []
-        for candidate in built:
-            key = tuple(candidate.strategy.nodes)
-            if key not in self._seen and len(found) + 1 < self._budget // 2:
-                self._seen.add(key)
+    def _fresh_ranker(self) -> Ranker | RecurrentRanker:
+        if isinstance(self._features, SequenceFeatures):
+            return RecurrentRanker(self._features.fixed, self._hint, seed=self._seed)
+        return Ranker(self._hint)
+
+    def _lesson(self, trials: Sequence[StrategyTrial] = ()) -> PastSearch:
+        """This search as a later one can use it."""
+        wide, ran = len(COMMON), [trial for trial in trials if not trial.why]
+        times = [math.log(trial.iteration_us / trials[0].iteration_us) for trial in ran]
+        return PastSearch(
+            model=self._model.name, devices=len(self._there.devices), hosts=len(self._there.by_host), names=COMMON,
+            usual=tuple(self._usual.vector[:wide].tolist()),
+            trials=tuple(
+                PastTrial(
+                    vector=tuple(trial.vector[:wide].tolist()), slower=slower,
+                    habit=habit_of(trial.recipe, self._sampler),
+                )
+                for trial, slower in list(zip(ran, times, strict=True))[:MAX_TRIALS]
+            ),
+        )  # fmt: skip
+
+    def _first(self) -> list[Proposal]:
+        """What past searches suggest, and of each builder the setting with the best estimate."""
+        found = self._proposals.followed(self._past)[:HABITS]
+        for candidate in sorted(self._proposals.built(), key=lambda one: -self._ranker.score([one.vector])[0]):
+            if all(candidate.family != other.family for other in found):
                 found.append(candidate)
-        return found
+        return found[: max(self._budget // FIRST_SHARE - 1, 1)] if self._learns else []
 
     def _decided(self, ran: list[StrategyTrial]) -> StrategyResult:
         """Compare the best few strategies with the references."""
@@ -293,6 +310,7 @@ class _Search:
         base = StrategyResult(
             best=self._named(ran[0].strategy), best_us=ran[0].iteration_us, usual_us=usual.iteration_us,
             trials=tuple(self._trials), levels=tuple(self._levels), finalists=tuple(entered),
+            lesson=None if usual.why else self._lesson(self._trials),
             references=tuple(zip(self._references, self._reference_us, strict=True)),
         )  # fmt: skip
         if not self._confirm or len(entered) < 2:
@@ -323,89 +341,40 @@ class _Search:
     def _named(self, strategy: Strategy) -> Strategy:
         return replace(strategy, name=f"tuned-{self._model.name}")
 
-    def _candidates(self) -> list[_Candidate]:
-        """Line 3: sampled strategies, neighbors of good ones, and strategies of builders."""
-        found = list(self._built()) if self._builders else []
-        good = [t for t in sorted(self._trials, key=lambda t: t.iteration_us) if t.recipe and not t.why][:4]
-        wanted = CANDIDATES if self._learns else self._round_size
-        for _ in range(4 * wanted):
-            if len(found) >= wanted:
-                break
-            if self._learns and good and self._rng.random() < NEIGHBORS:
-                recipe = self._rng.choice(good).recipe
-                assert recipe is not None
-                recipe, strategy = self._sampler.change(recipe)
-            else:
-                recipe, strategy = self._sampler.sample()
-            candidate = self._candidate(strategy, recipe, "sampled")
-            if candidate is not None:
-                found.append(candidate)
-        return found
-
-    def _built(self) -> Iterable[_Candidate]:
-        for name, options in BUILT:
-            label = ", ".join([name, *(f"{key}={value}" for key, value in options.items())])
-            candidate = self._candidate(build(name, self._model, self._there, **options), None, label, note=False)
-            if candidate is not None:
-                yield candidate
-        candidate = self._candidate(self._by_factors(), None, f"{USUAL}, by factors", note=False)
-        if candidate is not None:
-            yield candidate
-
-    def _by_factors(self) -> Strategy:
-        """The usual strategy, in which linear layers send their factors if these are smaller;
-        no information is lost.
-        """
-        usual = build(USUAL, self._model, self._there)
-        nodes = tuple(
-            replace(node, sync=replace(node.sync, encoder="sufficient_factors"))
-            if by_factors(self._model.variable(node.variable)) else node
-            for node in usual.nodes
-        )  # fmt: skip
-        made = replace(usual, nodes=nodes, made_by=f"{usual.made_by}, by factors")
-        made.check(self._model)
-        return made
-
-    def _candidate(
-        self, strategy: Strategy, recipe: Recipe | None, origin: str, *, note: bool = True
-    ) -> _Candidate | None:
-        """A candidate with its features; None for a strategy that was a candidate before."""
-        key = tuple(strategy.nodes)
-        if key in self._seen:
-            return None
-        if note:
-            self._seen.add(key)
-        vector = self._features.vector(strategy)
-        return _Candidate(strategy=strategy, recipe=recipe, origin=origin, vector=vector)
-
-    def _select(self, candidates: list[_Candidate], count: int) -> list[_Candidate]:
-        """Lines 2, 4 and 5: candidates above the fidelity level, by score and by their
-        difference from all tried ones.
-        """
-        if not self._learns or not candidates:
-            return candidates[:count]
+    def _round(self, count: int) -> list[Proposal]:
+        """Lines 2 to 5: candidates above the fidelity level, by what they promise."""
+        ran = sorted((t for t in self._trials if not t.why), key=lambda t: t.iteration_us)
+        if not self._learns:
+            return self._proposals.drawn(count, ())
+        candidates = self._proposals.round(CANDIDATES, [t.recipe for t in ran[:PARENTS]])
+        if not candidates:
+            return []
         vectors = [candidate.vector for candidate in candidates]
-        scores, doubt = self._ranker.score(vectors), self._ranker.doubt(vectors)
+        scores = self._ranker.score(vectors)
         keep = scores >= min(self._level(), float(np.quantile(scores, MOST_REJECTED)))
         self._levels.append(1.0 - float(keep.mean()))
         if keep.sum() < count:
             keep[np.argsort(-scores, kind="stable")[:count]] = True
         kept = np.flatnonzero(keep)
-        # The first pick of a round has the best score; the others may also be picked for what they would teach.
-        merit = scores[kept] / max(float(scores[kept].std()), NOISE)
-        apart = self._ranker.distance([vectors[at] for at in kept], [t.vector for t in self._trials]).min(1)
-        chosen: list[int] = []
-        for turn in range(min(count, len(kept))):
-            bonus = DIVERSITY * apart + doubt[kept] / max(float(doubt.max()), 1e-9) if turn else 0.0
-            value = np.asarray(merit + bonus)
-            value[chosen] = -np.inf
-            at = int(np.argmax(value))
-            chosen.append(at)
-            near = self._ranker.distance([vectors[k] for k in kept], [vectors[kept[at]]])[:, 0]
-            apart = np.minimum(apart, near)
-        picked = [candidates[kept[at]] for at in chosen]
-        self._seen.update(tuple(candidate.strategy.nodes) for candidate in picked)
-        return picked
+        chosen = [int(kept[at]) for at in self._chosen([vectors[at] for at in kept], count)]
+        rest = [int(at) for at in np.argsort(-scores, kind="stable") if at not in chosen][:KEPT]
+        self._proposals.chose([candidates[at] for at in chosen], [candidates[at] for at in rest])
+        return [candidates[at] for at in chosen]
+
+    def _chosen(self, vectors: list[Floats], count: int) -> list[int]:
+        """The places of those that are tried: the best score, then those with the most to gain, apart from each other.
+
+        What one has to gain is the expected improvement over the best trial: a good score, or a doubtful one.
+        """
+        scores, doubt = self._ranker.score(vectors), self._ranker.doubt(vectors)
+        best = float(self._ranker.score([t.vector for t in self._trials if not t.why] or vectors).max())
+        gain = expected_gain(scores - best, doubt)
+        chosen = [int(np.argmax(scores))]
+        while len(chosen) < min(count, len(vectors)):
+            gain *= self._ranker.distance(vectors, [vectors[chosen[-1]]])[:, 0]
+            gain[chosen] = -1.0
+            chosen.append(int(np.argmax(gain)))
+        return chosen
 
     def _level(self) -> float:
         """Line 2: the fidelity level.
@@ -418,13 +387,13 @@ class _Search:
             return -math.inf
         scores = np.zeros(len(known))
         for fold in range(FOLDS):
-            ranker = Ranker()
+            ranker = self._fresh_ranker()
             learned = [trial for at, trial in enumerate(known) if at % FOLDS != fold]
             ranker.fit([t.vector for t in learned], [t.iteration_us for t in learned])
             scores[fold::FOLDS] = ranker.score([t.vector for t in known[fold::FOLDS]])
         return fidelity(scores.tolist(), [t.iteration_us for t in known])
 
-    def _try(self, chosen: list[_Candidate]) -> None:
+    def _try(self, chosen: list[Proposal]) -> None:
         """Lines 6 to 9: run the chosen candidates and learn from their times."""
         scores = self._ranker.score([candidate.vector for candidate in chosen])
         results: list[float | Infeasible] = []
@@ -449,4 +418,4 @@ class _Search:
             self._ranker.fit([t.vector for t in known], [t.iteration_us for t in known])
 
 
-__all__ = ["BUILT", "METHODS", "Bench", "StrategyResult", "StrategyTrial", "search"]
+__all__ = ["BUILT", "METHODS", "RANKERS", "Bench", "StrategyResult", "StrategyTrial", "search"]
