@@ -159,6 +159,8 @@ def test_without_time_every_comm_op_still_has_its_default_option() -> None:
     assert short.notes[-1] == "costs: 3 of 3 kinds of comm-ops have their default option only, for want of time"
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
+    busy = make_problem(STEP, HGX2, until=0.0, least_s=1e9)
+    assert {name: len(some) for name, some in busy.options.items()} == {n: len(o) for n, o in whole.options.items()}
     made = api.plan(STEP, HGX2, budget_s=1e-3, systems=("fifo",)).plan
     assert [op.op for op in made.ops] == ["prep", "exchange", "gradients"]
 

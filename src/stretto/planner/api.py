@@ -35,7 +35,8 @@ COSTING_SHARE = 0.4
 """The share of the budget after which no further options are costed."""
 LEAST_COSTING_S = 2.0
 LEAST_SEARCH_S = 0.2
-"""Seconds for costing and for the search on any budget: small steps then have all their options on a busy machine."""
+"""Seconds for costing and for the search on any budget, the former of this thread's own time: small steps then have all
+their options on a busy machine, too, such as one whose processors all train."""
 BASELINES_SHARE = 0.3
 """The share of the time that is then left for the baselines, which share it evenly; the rest is the search's."""
 JUDGING_SHARE = 0.1
@@ -168,7 +169,7 @@ def plan(
         model = SimulatedCosts(cluster, providers=providers) if providers else simulated_costs(cluster)
     tell("costing options", 0.0)
     problem = make_problem(
-        workload, cluster, model, until=time_left.until(COSTING_SHARE, least_s=LEAST_COSTING_S),
+        workload, cluster, model, until=time_left.until(COSTING_SHARE), least_s=LEAST_COSTING_S,
         progress=lambda share: tell("costing options", share),
     )  # fmt: skip
     compared = Systems(problem)
@@ -219,9 +220,9 @@ class _Budget:
     def __init__(self, budget_s: float, *, limited: bool) -> None:
         self._begun, self._budget_s, self._limited = time.monotonic(), budget_s, limited
 
-    def until(self, share: float, *, least_s: float = 0.0) -> float | None:
-        """The moment at which this share of the budget is spent, or at least some seconds; None without a limit."""
-        return self._begun + max(share * self._budget_s, least_s) if self._limited else None
+    def until(self, share: float) -> float | None:
+        """The moment at which this share of the budget is spent; None without a limit."""
+        return self._begun + share * self._budget_s if self._limited else None
 
     def seconds(self, share: float, *, least_s: float = 1e-3) -> float:
         """Seconds until this share of the budget is spent; at least a few."""

@@ -46,7 +46,7 @@ STOCK_ALGORITHMS = {
 
 def problem(
     workload: Workload, cluster: Cluster, costs: CostModel | None = None, *, until: float | None = None,
-    progress: Callable[[float], None] | None = None,
+    least_s: float = 0.0, progress: Callable[[float], None] | None = None,
 ) -> PlanProblem:  # fmt: skip
     """The planning problem: the options of every comm-op of a workload that runs on a cluster's devices.
 
@@ -56,6 +56,7 @@ def problem(
         costs: the cost model; None simulates.
         until: the moment (`time.monotonic`) after which no further options are costed; comm-ops that take the longest
             come first, and each has at least its default option. None costs all.
+        least_s: seconds of this thread's own time that are spent first, whatever the moment.
         progress: called with the share of the comm-ops that have their options.
 
     Returns:
@@ -82,12 +83,16 @@ def problem(
         for ops in alike.values():
             count[copies[ops[0].name].name] = count.get(copies[ops[0].name].name, 0) + len(ops)
         turns.sort(key=lambda ops: -count[ops[0].name] * made[ops[0].name][0].total_us)
-    late = 0
+    late, own_until = 0, time.thread_time() + least_s
+
+    def is_late() -> bool:
+        return until is not None and time.monotonic() > until and time.thread_time() > own_until
+
     for number, (first, *_) in enumerate(turns):
-        if until is not None and time.monotonic() > until:
+        if is_late():
             late += 1
         else:
-            made[first.name] = options(first, workload, cluster, model, menu=menu, until=until)
+            made[first.name] = options(first, workload, cluster, model, menu=menu, is_late=is_late)
         if progress is not None:
             progress((number + 1) / len(turns))
     for name, first in copies.items():
@@ -153,7 +158,7 @@ def _loads(task: MotifTask, costs: SimulatedCosts) -> LinkLoads | None:
 
 def options(
     op: Op, workload: Workload, cluster: Cluster, costs: CostModel, *, menu: Menu | None = None,
-    until: float | None = None,
+    is_late: Callable[[], bool] | None = None,
 ) -> tuple[Option, ...]:  # fmt: skip
     """The options of a comm-op that are worth trying; the first does what a library would do.
 
@@ -168,7 +173,7 @@ def options(
         cluster: the cluster.
         costs: the cost model.
         menu: cache of earlier bindings, shared by the ops of a workload; None makes a new one.
-        until: the moment (`time.monotonic`) after which no further rewrites are costed; None costs all.
+        is_late: whether no further rewrites are to be costed; None costs all.
 
     Returns:
         The options, at least one.
@@ -180,7 +185,7 @@ def options(
     every = tuple(rewrites(op, workload.groups_of(op), cluster))
     found: list[Option] = []
     for number, rewrite in enumerate(every):
-        if number and until is not None and time.monotonic() > until:
+        if number and is_late is not None and is_late():
             every = every[:number]
             break
         found += menu.bound(rewrite)

@@ -209,7 +209,8 @@ class _Loop:
         now, budget = time.monotonic() - self._begun, self._budget_s
         if self._steps is not None:
             now, budget = float(self.done), float(self._steps)
-        if now >= budget:
+        # On a busy machine the start alone may take all of a short time.
+        if now >= budget and self.done:
             return "budget"
         if not self._joint and now > PATIENCE * budget and now - improved_at > now / 2:
             return "nothing better for half of the search"
