@@ -48,9 +48,11 @@ if TYPE_CHECKING:
     from .pipeline.meshes.mesh_pipeline import StageMesh as StageMesh
     from .pipeline.torch_runtime import pipeline as pipeline
     from .planner.api import PlanResult
+    from .resharding.tensors.describe import TensorPart as TensorPart
     from .resharding.tensors.mapped import MappedSync as MappedSync
     from .resharding.tensors.reshard import reshard as reshard
     from .resharding.tensors.weights import WeightSync as WeightSync
+    from .resharding.tensors.world import SyncWorld as SyncWorld
     from .runtime.capture.session import Recorder as Recorder
     from .runtime.capture.session import capture as capture
     from .runtime.enforcer.background import BackgroundMotif as BackgroundMotif
@@ -100,6 +102,8 @@ _HOMES = {
     "MeshPipeline": (".pipeline.meshes.mesh_pipeline", "MeshPipeline"),
     "StageMesh": (".pipeline.meshes.mesh_pipeline", "StageMesh"),
     "MappedSync": (".resharding.tensors.mapped", "MappedSync"),
+    "SyncWorld": (".resharding.tensors.world", "SyncWorld"),
+    "TensorPart": (".resharding.tensors.describe", "TensorPart"),
     "WeightSync": (".resharding.tensors.weights", "WeightSync"),
     "bench": (".runtime.probe.bench", "bench"),
     "bench_cases": (".runtime.probe.bench", "runs"),

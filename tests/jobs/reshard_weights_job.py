@@ -290,6 +290,7 @@ def mapped() -> Any:
         target = {
             "l.0.qkv": empty(where, (32, 6), Shard(0)), "l.0.gate_up": empty(where, (24, 6), Shard(0)),
             "l.0.down_t": empty(where, (12, 6), Shard(0)), "experts": empty(where, (4, 5, 6), Shard(0)),
+            "wide_experts": empty(where, (4, 6, 5), Shard(1)),
             "vocabulary": empty(where, (16, 6), Shard(0)), "head": empty(where, (16, 6), Shard(0)),
             "small": empty(where, (64, 40), Shard(0), f8), "small_scale": empty(where, (4, 3), Shard(0)),
             "norm": torch.empty(6),
@@ -338,6 +339,7 @@ def made_by_hand(full: Dict, at: int) -> Dict:
         "l.0.gate_up": torch.cat([half(full["l.0.gate"]), half(full["l.0.up"])]),
         "l.0.down_t": half(full["l.0.down"].t().contiguous()),
         "experts": half(torch.stack([full[f"expert.{e}"] for e in range(4)])),
+        "wide_experts": torch.stack([full[f"expert.{e}"].t() for e in range(4)]).chunk(2, 1)[at].contiguous(),
         "vocabulary": half(padded), "head": half(padded), "small": half(small), "small_scale": half(scales),
         "norm": full["norm"],
     }  # fmt: skip
@@ -351,7 +353,7 @@ def mapping_errors(source: Any, target: Any, mapping: WeightMapping) -> Any:
         "blocks": lambda t: {**t, "small": empty(t["small"].device_mesh, (48, 40), Shard(0), torch.float8_e4m3fn)},
         "fused": lambda t: {**t, "l.0.qkv": empty(t["l.0.qkv"].device_mesh, (30, 6), Shard(0))},
         "lacking": lambda t: {name: one for name, one in t.items() if name != "small_scale"},
-        "two ways": lambda t: {**t, "head": torch.empty(16, 6)},
+        "two ways": lambda t: {**t, "head": torch.empty(16, 6, dtype=torch.float64)},
         "shape": lambda t: {**t, "norm": torch.empty(7)},
     }
     for name, change in changes.items():

@@ -24,6 +24,7 @@ from ...runtime.torch_backend.job_store import start_store
 from ...simulator import simulate
 from .. import ReshardPlan
 from .agree import ReshardAgreement
+from .world import SyncWorld
 
 MESSAGE_BYTES = 256 << 10
 """Chunks of a plan are sent whole up to this many bytes, larger chunks in slices, one after the other."""
@@ -38,52 +39,48 @@ class ReshardGroups(ProcessPart):
     """What resharding keeps for the current default process group; a new default group starts afresh."""
 
     def __init__(self) -> None:
-        self.begin(None, None)
-
-    def begin(self, world: Any, agreement: ReshardAgreement | None) -> None:
-        """There is a new default process group."""
-        self.world, self.agreement = world, agreement
-        self.groups: dict[tuple[int, ...], ReshardGroup] = {}
-        self._made: dict[str, int] = {}
-
-    def number(self, name: str) -> int:
-        """Count groups of one name that were made for this default process group."""
-        number = self._made[name] = self._made.get(name, 0) + 1
-        return number
+        self.group: Any = None
+        self.world: SyncWorld | None = None
 
 
 RESHARDING = STATE.part(ReshardGroups)
 
 
-def agreement() -> ReshardAgreement:
-    """This rank's side of the job's agreements."""
+def default_world() -> SyncWorld:
+    """The ranks of the default process group."""
     if not dist.is_initialized():
         raise InvalidInput("torch.distributed: call init_process_group first")
     check_world()
-    world: Any = dist.group.WORLD
-    if RESHARDING.world is not world or RESHARDING.agreement is None:
-        store = start_store("stretto/resharding")
-        cards = world.cards if isinstance(world, StrettoGroup) else ()
-        made = ReshardAgreement(store, dist.get_rank(), cards)
-        RESHARDING.begin(world, made)
-        return made
-    return RESHARDING.agreement
+    group: Any = dist.group.WORLD
+    if RESHARDING.group is not group or RESHARDING.world is None:
+        cards = group.cards if isinstance(group, StrettoGroup) else ()
+        RESHARDING.world = SyncWorld(
+            start_store("stretto/world"), dist.get_rank(), size=dist.get_world_size(), cards=cards
+        )
+        RESHARDING.group = group
+    return RESHARDING.world
+
+
+def agreement() -> ReshardAgreement:
+    """This rank's side of the job's agreements."""
+    return default_world().agreement
 
 
 class ReshardGroup:
     """A process group of its own over some ranks of the job; all of these ranks construct it together."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int], world: SyncWorld | None = None) -> None:
+        self.world = world or default_world()
         self.ranks = tuple(ranks)
-        self.rank = dist.get_rank()
+        self.rank = self.world.rank
         # PyTorch names a group by the number of groups that a rank has, which may differ between ranks: this group is
         # made without PyTorch's new_group.
         name = f"resharding {','.join(map(str, ranks))}"
-        number = RESHARDING.number(name)
-        whole: Any = dist.distributed_c10d._get_default_store()
+        number = self.world.number(name)
+        store = self.world.store
         self.group: Any = StrettoGroup(
-            store=start_store(f"stretto/{name}/{number}"), rank=self.ranks.index(self.rank), size=len(self.ranks),
-            timeout=whole.timeout, name=name, devices=self.ranks,
+            store=c10d.PrefixStore(f"stretto/{name}/{number}", store), rank=self.ranks.index(self.rank),
+            size=len(self.ranks), timeout=store.timeout, name=name, devices=self.ranks, apart=self.world.apart,
         )  # fmt: skip
         engine = self.group.engine
         known: Cluster | None = engine.selector.cluster
@@ -100,11 +97,12 @@ class ReshardGroup:
     @classmethod
     def shared(cls, ranks: Sequence[int]) -> ReshardGroup:
         """The group of these ranks, made when it is first needed; all of these ranks call this together."""
-        agreement()
-        key = tuple(ranks)
-        if key not in RESHARDING.groups:
-            RESHARDING.groups[key] = cls(key)
-        return RESHARDING.groups[key]
+        groups, key = default_world().groups, tuple(ranks)
+        if key not in groups:
+            groups[key] = cls(key)
+        found = groups[key]
+        assert isinstance(found, cls)
+        return found
 
     @property
     def me(self) -> int:

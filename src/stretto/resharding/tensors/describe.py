@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -68,6 +69,80 @@ class PlacedTensor(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.shape} {self.dtype} on {mesh} as {','.join(self.placements)}"
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TensorPart:
+    """This rank's part of a tensor that is cut over several ranks, where there is no DTensor of it.
+
+    ::
+
+        part = TensorPart.of(linear.weight, ranks=(4, 5), placements=["S(0)"])     # rows, over ranks 4 and 5
+    """
+
+    local: torch.Tensor
+    where: PlacedTensor
+
+    @classmethod
+    def of(
+        cls, local: torch.Tensor, *, ranks: Sequence[int], placements: Sequence[object], mesh_shape: Sequence[int] = (),
+        shape: Sequence[int] | None = None,
+    ) -> TensorPart:  # fmt: skip
+        """The part of a rank, in the layout that all of `ranks` have.
+
+        Args:
+            local: the memory of this rank's part.
+            ranks: the ranks of the mesh, in row-major order.
+            placements: for each axis of the mesh a `Shard` or `Replicate`, or "S(0)", "R".
+            mesh_shape: the sizes of the mesh; one axis over all ranks where none is given.
+            shape: the sizes of the whole tensor; where none is given, all parts are as large as this one.
+
+        Returns:
+            The part.
+
+        Raises:
+            InvalidInput: the layout does not fit.
+        """
+        grid = tuple(mesh_shape) or (len(ranks),)
+        if math.prod(grid) != len(ranks) or len(placements) != len(grid):
+            raise InvalidInput(f"{len(ranks)} ranks and {len(placements)} placements do not make a mesh {grid}")
+        cut = cuts_of(placements, local.ndim)
+        whole = list(local.shape)
+        for axis, dim in cut.items():
+            whole[dim] *= grid[axis]
+        where = PlacedTensor(
+            shape=tuple(whole if shape is None else shape), dtype=str(local.dtype).removeprefix("torch."),
+            mesh_shape=grid, ranks=tuple(int(r) for r in ranks),
+            placements=tuple(f"S({cut[axis]})" if axis in cut else "R" for axis in range(len(grid))),
+            device=local.device.type,
+        )  # fmt: skip
+        return cls(local=local, where=where)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the whole tensor."""
+        return self.where.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The element type."""
+        return self.local.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.where.shape)
+
+
+AnyTensor = torch.Tensor | TensorPart
+
+
+def cuts_of(placements: Sequence[object], ndim: int) -> dict[int, int]:
+    """The dimension that each axis of a mesh cuts; axes that hold copies are left out."""
+    spec = Spec.from_placements(placements, max(1, ndim))
+    if spec.partial:
+        raise InvalidInput(f"placements: {list(placements)}: only Shard and Replicate can be received")
+    return {axis: dim for dim, axes in enumerate(spec.axes) for axis in axes}
+
+
 def placed(what: str, shape: Sequence[int], dtype: torch.dtype, mesh: Any, placements: Sequence[Any]) -> PlacedTensor:
     """The description of a tensor with this mesh and these placements.
 
@@ -111,8 +186,8 @@ def placed(what: str, shape: Sequence[int], dtype: torch.dtype, mesh: Any, place
     return found
 
 
-def placed_tensor(what: str, tensor: torch.Tensor, rank: int) -> PlacedTensor:
-    """The description of a DTensor, or of a plain tensor, which is whole on its rank.
+def placed_tensor(what: str, tensor: AnyTensor, rank: int) -> PlacedTensor:
+    """The description of a DTensor, of a `TensorPart`, or of a plain tensor, which is whole on its rank.
 
     Args:
         what: name of the tensor, for errors.
@@ -125,7 +200,9 @@ def placed_tensor(what: str, tensor: torch.Tensor, rank: int) -> PlacedTensor:
     Raises:
         InvalidInput: the object is no tensor, or its local part has another shape than its placements give.
     """
-    if isinstance(tensor, DTensor):
+    if isinstance(tensor, TensorPart):
+        found = tensor.where
+    elif isinstance(tensor, DTensor):
         found = placed(what, tensor.shape, tensor.dtype, tensor.device_mesh, tensor.placements)
     elif isinstance(tensor, torch.Tensor):
         found = PlacedTensor(
@@ -142,15 +219,19 @@ def placed_tensor(what: str, tensor: torch.Tensor, rank: int) -> PlacedTensor:
     return found
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
+def local_of(tensor: AnyTensor) -> torch.Tensor:
     """The local part of a tensor without gradient; the result shares the tensor's memory."""
+    if isinstance(tensor, TensorPart):
+        return tensor.local.detach()
     with torch.no_grad():
         inside = tensor.detach()
         return inside.to_local() if isinstance(inside, DTensor) else inside
 
 
-def like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same kind, mesh and placements with another local part."""
+def like(tensor: AnyTensor, local: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same kind, mesh and placements with another local part; of a `TensorPart` that part alone."""
+    if isinstance(tensor, TensorPart):
+        return local
     if not isinstance(tensor, DTensor):
         return local
     return around(local, tensor.device_mesh, tensor.placements, tuple(tensor.shape), tensor.stride())

@@ -16,7 +16,10 @@ from .weights import STAGING_BYTES, Weights, WeightSync
 if TYPE_CHECKING:
     import torch
 
-Dict = Mapping[str, "torch.Tensor"]
+    from .describe import AnyTensor, PlacedTensor
+    from .world import SyncWorld
+
+Dict = Mapping[str, "AnyTensor"]
 
 
 class MappedSync:
@@ -43,10 +46,15 @@ class MappedSync:
         mapping: WeightMapping | str | Path,
         ranks: Any = None,
         staging_bytes: int = STAGING_BYTES,
+        world: SyncWorld | None = None,
+        copies: int = 2,
     ) -> None:
+        from .carrier import default_world
         from .pieces import pieces_of
 
+        self._rank = (world or default_world()).rank
         self._target = dict(target or {})
+        self._where: dict[str, PlacedTensor] = {}
         self._made: list[MappedTensor] = []
         self._kept: dict[int, dict[str, torch.Tensor]] = {}
         self._lock = threading.Lock()
@@ -57,10 +65,11 @@ class MappedSync:
             wanted = self._wanted(source)
             if target is not None:
                 self._made = self.mapping.resolve({name: tuple(t.shape) for name, t in target.items()})
-                pieces = pieces_of(self._made, self._target)
+                pieces = pieces_of(self._made, self._target, self._rank)
+                self._where = {name: piece.where for name, piece in pieces.items()}
         except InvalidInput as error:
             pieces = _Refusal(str(error))
-        self._sync = WeightSync(wanted, pieces, ranks=ranks, staging_bytes=staging_bytes)
+        self._sync = WeightSync(wanted, pieces, ranks=ranks, staging_bytes=staging_bytes, world=world, copies=copies)
 
     @property
     def version(self) -> int:
@@ -84,11 +93,32 @@ class MappedSync:
         with self._sync.read(version) as pieces:
             with self._lock:
                 if pieces.version not in self._kept:
-                    made = assembled(self._made, self._target, pieces)
+                    made = dict(assembled(self._made, self._target, pieces, self._where, self._rank))
                     newest = sorted(self._kept)[-1:]
                     self._kept = {number: self._kept[number] for number in newest} | {pieces.version: made}
                 found = Weights(pieces.version, self._kept[pieces.version])
             yield found
+
+    def load(self, into: Mapping[str, torch.Tensor] | None = None) -> int:
+        """Copy the current version into memory of the server's, one tensor after the other; return its number.
+
+        Args:
+            into: the local memory of the server's tensors, by name; None for that of `target`.
+
+        Returns:
+            The version that was copied.
+
+        Raises:
+            InvalidInput: there is no version to read.
+        """
+        from .describe import local_of
+        from .pieces import assembled
+
+        with self._sync.read() as pieces:
+            for name, made in assembled(self._made, self._target, pieces, self._where, self._rank):
+                goal = into[name].detach() if into is not None else local_of(self._target[name])
+                goal.copy_(local_of(made))
+            return pieces.version
 
     def close(self) -> None:
         """End the process group; readers may go on."""

@@ -3,43 +3,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...errors import InvalidInput
 from ...weights.mapping import SCALED, MappedTensor
-from .describe import around, like, local_of, placed_tensor
+from .describe import AnyTensor, PlacedTensor, TensorPart, cuts_of, dtype_of, like, local_of, placed_tensor
 
-Dict = Mapping[str, torch.Tensor]
+Dict = Mapping[str, AnyTensor]
 SMALLEST = 1e-12
 """The least scale, for blocks that are all zero."""
 
 
-def pieces_of(made: Sequence[MappedTensor], target: Dict) -> dict[str, torch.Tensor]:
+def pieces_of(made: Sequence[MappedTensor], target: Dict, rank: int) -> dict[str, TensorPart]:
     """Empty tensors for all pieces that this rank needs, by the trainers' names.
 
     Args:
         made: what the server's tensors are made of.
         target: the server's tensors.
+        rank: this rank.
 
     Returns:
-        DTensors in the server's layouts, or plain tensors for whole ones.
+        Parts in the server's layouts; what is needed in two layouts is whole.
 
     Raises:
-        InvalidInput: shapes or layouts do not agree, or one name would be needed in two ways.
+        InvalidInput: shapes or layouts do not agree.
     """
-    found: dict[str, torch.Tensor] = {}
+    ways: dict[str, PlacedTensor] = {}
+    needed: set[str] = set()
     for one in made:
-        for name, piece in _pieces(one, target[one.to]).items():
-            before = found.setdefault(name, piece)
-            said = [_described(name, t) for t in (before, piece)]
-            if said[0] != said[1]:
-                raise InvalidInput(f"{name!r}: is needed as {said[0]} and, for {one.to!r}, as {said[1]}")
-    ghosts = {name: like_meta(piece) for name, piece in found.items()}
-    for name, tensor in assembled(made, target, ghosts).items():
+        needed.update(_needed(one, target[one.to], rank))
+        # All pieces, also those that only other ranks need: these must come to the same layouts.
+        for name, piece in _pieces(one, target[one.to], rank).items():
+            before = ways.setdefault(name, piece)
+            if before == piece:
+                continue
+            if (before.shape, before.dtype) != (piece.shape, piece.dtype):
+                raise InvalidInput(f"{name!r}: is needed as {before} and, for {one.to!r}, as {piece}")
+            ways[name] = _whole(piece, rank)
+    where = {name: way for name, way in ways.items() if name in needed}
+    found = {
+        name: TensorPart(local=torch.empty(_size(at, rank), dtype=dtype_of(at.dtype), device=at.device), where=at)
+        for name, at in where.items()
+    }
+    ghosts = {name: torch.empty_like(piece.local, device="meta") for name, piece in found.items()}
+    for name, tensor in assembled(made, target, ghosts, where, rank):
         want, have = tuple(local_of(target[name]).shape), tuple(local_of(tensor).shape)
         if want != have or tensor.dtype != target[name].dtype:
             raise InvalidInput(
@@ -48,53 +58,77 @@ def pieces_of(made: Sequence[MappedTensor], target: Dict) -> dict[str, torch.Ten
     return found
 
 
-def assembled(made: Sequence[MappedTensor], target: Dict, pieces: Dict) -> dict[str, torch.Tensor]:
+def assembled(
+    made: Sequence[MappedTensor], target: Dict, pieces: Mapping[str, torch.Tensor], where: Mapping[str, PlacedTensor],
+    rank: int,
+) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
     """The server's tensors, made of pieces that have arrived.
 
     Args:
         made: what the server's tensors are made of.
         target: the server's tensors, for shapes, dtypes and layouts.
-        pieces: the pieces by the trainers' names.
+        pieces: the local parts of the pieces, by the trainers' names.
+        where: the layouts in which the pieces have arrived.
+        rank: this rank.
 
-    Returns:
-        New tensors by the server's names.
+    Yields:
+        New tensors with the server's names.
     """
-    found: dict[str, torch.Tensor] = {}
     for one in made:
         rule, to = one.rule, target[one.to]
-        locals_ = [local_of(pieces[name]) for name in one.sources if name in pieces]
+        wanted = _pieces(one, to, rank)
+        locals_ = [_taken(pieces[name], where[name], wanted[name], rank) for name in _needed(one, to, rank)]
         if rule.transpose:
             locals_ = [piece.transpose(-2, -1) for piece in locals_]
         joined = (
             torch.stack(locals_) if rule.stack else torch.cat(locals_, rule.concat or 0) if locals_[1:] else locals_[0]
         )
         if rule.rows is not None:
-            joined = _padded(joined, to)
+            joined = _padded(joined, to, rank)
         if rule.scale:
             joined, scales = _quantized(joined, to.dtype, rule.block)
-            found[one.scale] = like(target[one.scale], scales)
-        found[one.to] = like(to, joined.contiguous() if joined is not locals_[0] else joined.clone())
-    return found
+            yield one.scale, like(target[one.scale], scales)
+        yield one.to, like(to, joined.contiguous() if joined is not locals_[0] else joined.clone())
 
 
-def like_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same kind and layout without memory."""
-    return like(tensor, torch.empty_like(local_of(tensor), device="meta"))
+def _taken(piece: torch.Tensor, have: PlacedTensor, want: PlacedTensor, rank: int) -> torch.Tensor:
+    """The part of a piece that one use needs; it is another than what has arrived where uses differ."""
+    if have == want:
+        return piece
+    return piece[tuple(slice(*ends) for ends in want.tile(rank))] if piece.ndim else piece
 
 
-def _pieces(one: MappedTensor, to: torch.Tensor) -> dict[str, torch.Tensor]:
-    rule, shape = one.rule, list(to.shape)
-    if rule.scale and str(to.dtype).removeprefix("torch.") not in SCALED:
-        raise InvalidInput(f"{one.to!r}: is {to.dtype}; scales are for {', '.join(SCALED)}")
-    dtype = torch.bfloat16 if rule.scale else to.dtype
-    cuts = _cuts(one.to, to)
+def _whole(where: PlacedTensor, rank: int) -> PlacedTensor:
+    return msgspec.structs.replace(where, mesh_shape=(1,), ranks=(rank,), placements=("R",))
+
+
+def _size(where: PlacedTensor, rank: int) -> tuple[int, ...]:
+    return tuple(end - begin for begin, end in where.tile(rank)) if where.shape else ()
+
+
+def _needed(one: MappedTensor, to: AnyTensor, rank: int) -> tuple[str, ...]:
+    """The pieces that this rank needs: of a stack that is cut by tensor, its own."""
+    if not one.rule.stack:
+        return one.sources
+    begin, end = placed_tensor(one.to, to, rank).tile(rank)[0]
+    return one.sources[begin:end]
+
+
+def _pieces(one: MappedTensor, to: AnyTensor, rank: int) -> dict[str, PlacedTensor]:
+    """The layouts of the pieces, by the trainers' names."""
+    rule, at = one.rule, placed_tensor(one.to, to, rank)
+    shape = list(at.shape)
+    if rule.scale and at.dtype not in SCALED:
+        raise InvalidInput(f"{one.to!r}: is {at.dtype}; scales are for {', '.join(SCALED)}")
+    at = msgspec.structs.replace(at, dtype="bfloat16" if rule.scale else at.dtype)
+    cuts = cuts_of(at.placements, len(at.shape))
     if rule.scale:
-        _check_blocks(one, to, cuts)
+        _check_blocks(one, at, cuts)
     if rule.stack:
-        return _stacked(one, to, cuts, dtype)
+        return _stacked(one, at, cuts, rank)
     shapes = [shape] * len(one.sources)
     if rule.concat is not None:
-        shapes = _split(one, shape, cuts)
+        shapes = _split(one, shape)
     if rule.rows is not None:
         if not rule.rows <= shape[0]:
             raise InvalidInput(f"{one.to!r}: rows: {rule.rows} do not fit into {shape[0]}")
@@ -106,23 +140,10 @@ def _pieces(one: MappedTensor, to: torch.Tensor) -> dict[str, torch.Tensor]:
     if rule.transpose:
         shapes = [[*s[:-2], s[-1], s[-2]] for s in shapes]
     placed = {axis: turned.get(dim, dim) for axis, dim in cuts.items()}
-    return {name: _empty(to, s, placed, dtype) for name, s in zip(one.sources, shapes, strict=True)}
+    return {name: _piece(at, s, placed) for name, s in zip(one.sources, shapes, strict=True)}
 
 
-def _cuts(name: str, to: torch.Tensor) -> dict[int, int]:
-    """The dimension that each mesh axis cuts."""
-    if not isinstance(to, DTensor):
-        return {}
-    found = {}
-    for axis, placement in enumerate(to.placements):
-        if type(placement) is Shard:
-            found[axis] = placement.dim % to.ndim
-        elif not isinstance(placement, Replicate):
-            raise InvalidInput(f"{name!r}: is placed as {placement}; only Shard and Replicate can be received")
-    return found
-
-
-def _split(one: MappedTensor, shape: Sequence[int], cuts: Mapping[int, int]) -> list[list[int]]:
+def _split(one: MappedTensor, shape: Sequence[int]) -> list[list[int]]:
     """The shapes of the pieces of a fused tensor."""
     dim, sizes = one.rule.concat or 0, one.rule.sizes
     if not 0 <= dim < len(shape) or shape[dim] % sum(sizes):
@@ -131,42 +152,36 @@ def _split(one: MappedTensor, shape: Sequence[int], cuts: Mapping[int, int]) -> 
     return [[*shape[:dim], size * unit, *shape[dim + 1 :]] for size in sizes]
 
 
-def _stacked(
-    one: MappedTensor, to: torch.Tensor, cuts: Mapping[int, int], dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """The tensors of a stack that this rank has, each whole, or cut as the stack is in its other dimensions."""
-    shape = list(to.shape[1:])
+def _stacked(one: MappedTensor, at: PlacedTensor, cuts: Mapping[int, int], rank: int) -> dict[str, PlacedTensor]:
+    """The tensors of a stack: each whole where it is cut by tensor, else cut as the stack is in other dimensions."""
+    shape = list(at.shape[1:])
     if one.rule.transpose:
         shape = [*shape[:-2], shape[-1], shape[-2]]
     if 0 not in cuts.values():
         last = len(shape) - 1
         turned = {last: last - 1, last - 1: last} if one.rule.transpose else {}
         placed = {axis: turned.get(dim - 1, dim - 1) for axis, dim in cuts.items()}
-        return {name: _empty(to, shape, placed, dtype) for name in one.sources}
+        return {name: _piece(at, shape, placed) for name in one.sources}
     if set(cuts.values()) != {0}:
         raise InvalidInput(f"{one.to!r}: a stack that is cut by tensor and inside of tensors cannot be received")
-    assert isinstance(to, DTensor)
-    begin, end = placed_tensor(one.to, to, torch.distributed.get_rank()).tile(torch.distributed.get_rank())[0]
-    return {name: torch.empty(shape, dtype=dtype, device=local_of(to).device) for name in one.sources[begin:end]}
+    whole = _whole(msgspec.structs.replace(at, shape=tuple(shape)), rank)
+    return dict.fromkeys(one.sources, whole)
 
 
-def _empty(to: torch.Tensor, shape: Sequence[int], cuts: Mapping[int, int], dtype: torch.dtype) -> torch.Tensor:
-    device = local_of(to).device
-    if not isinstance(to, DTensor):
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
-    placements: list[Any] = [Shard(cuts[axis]) if axis in cuts else Replicate() for axis in range(to.device_mesh.ndim)]
+def _piece(at: PlacedTensor, shape: Sequence[int], cuts: Mapping[int, int]) -> PlacedTensor:
+    """The layout of a piece on the mesh of the tensor that it is a piece of."""
+    placements = tuple(f"S({cuts[axis]})" if axis in cuts else "R" for axis in range(len(at.mesh_shape)))
     size = list(shape)
     for axis, dim in cuts.items():
-        ways = to.device_mesh.size(axis)
+        ways = at.mesh_shape[axis]
         if size[dim] % ways:
             raise InvalidInput(f"a piece of {list(shape)}: dimension {dim} does not divide into {ways} shards")
         size[dim] //= ways
-    return around(torch.empty(size, dtype=dtype, device=device), to.device_mesh, placements, tuple(shape))
+    return msgspec.structs.replace(at, shape=tuple(shape), placements=placements)
 
 
-def _padded(rows: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+def _padded(rows: torch.Tensor, to: AnyTensor, rank: int) -> torch.Tensor:
     """This rank's rows of a tensor that has more of them, the others zero."""
-    rank = torch.distributed.get_rank()
     begin, end = placed_tensor("target", to, rank).tile(rank)[0]
     there = rows[min(begin, len(rows)) : min(end, len(rows))]
     return torch.cat([there, there.new_zeros((end - begin - len(there), *there.shape[1:]))])
@@ -183,17 +198,12 @@ def _quantized(value: torch.Tensor, dtype: torch.dtype, block: int) -> tuple[tor
     return small[..., :rows, :columns].to(dtype), scales
 
 
-def _check_blocks(one: MappedTensor, to: torch.Tensor, cuts: Mapping[int, int]) -> None:
+def _check_blocks(one: MappedTensor, at: PlacedTensor, cuts: Mapping[int, int]) -> None:
     """Refuse shards that cut through a block: each rank computes the scales of its own blocks."""
-    size = list(to.shape)
+    size = list(at.shape)
     for axis, dim in cuts.items():
-        size[dim] //= to.device_mesh.size(axis) if isinstance(to, DTensor) else 1
-        if dim >= to.ndim - 2 and size[dim] % one.rule.block:
+        size[dim] //= at.mesh_shape[axis]
+        if dim >= len(at.shape) - 2 and at.mesh_shape[axis] > 1 and size[dim] % one.rule.block:
             raise InvalidInput(
                 f"{one.to!r}: shards of {size[dim]} in dimension {dim} cut through blocks of {one.rule.block}"
             )
-
-
-def _described(name: str, tensor: torch.Tensor) -> str:
-    placements = ",".join(map(str, tensor.placements)) if isinstance(tensor, DTensor) else "plain"
-    return f"{tuple(tensor.shape)} {tensor.dtype} {placements}"

@@ -6,19 +6,20 @@ plan one transfer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from ...errors import InvalidInput, StrettoError
 from ...files import typed
-from .carrier import RESHARDING, ReshardGroup, agreement
-from .describe import PlacedTensor, like, local_of, placed_tensor
+from .carrier import ReshardGroup, default_world
+from .describe import AnyTensor, PlacedTensor, TensorPart, like, local_of, placed_tensor
 from .transfer import Move, Transfer
+from .world import SyncWorld
 
-Dict = Mapping[str, torch.Tensor]
+Dict = Mapping[str, AnyTensor]
 MAX_TENSORS = 1 << 16
 
 
@@ -33,10 +34,14 @@ class _Sides(msgspec.Struct, frozen=True, kw_only=True):
 class ReshardState:
     """One rank's side of a `WeightSync`; all ranks construct it together."""
 
-    def __init__(self, source: Dict | None, target: Dict | None, ranks: Any, staging_bytes: int) -> None:
-        self._agreement = agreement()
-        self.rank = self._agreement.rank
-        self.ranks, why = _ranks(ranks)
+    def __init__(
+        self, source: Dict | None, target: Dict | None, ranks: Any, staging_bytes: int, *,
+        world: SyncWorld | None = None, copies: int = 2,
+    ) -> None:  # fmt: skip
+        self.world = world or default_world()
+        self._agreement = self.world.agreement
+        self.rank = self.world.rank
+        self.ranks, why = _ranks(ranks, self.world)
         mine = _Sides(source={}, target={}, staging_bytes=0)
         try:
             if not isinstance(staging_bytes, int) or staging_bytes < 1:
@@ -58,14 +63,16 @@ class ReshardState:
         self._names = [move.name for move in moves]
         self._moves = moves
         name = f"weights {','.join(map(str, self.ranks))}"
-        number = RESHARDING.number(name)
+        number = self.world.number(name)
         self.name = f"{name} {number}"
-        self._carrier = ReshardGroup(self.ranks)
+        self._carrier = ReshardGroup(self.ranks, self.world)
         why = ""
         try:
             self.transfer = Transfer(self._carrier, moves, staging_bytes=staging_bytes, keep=True)
             detached = {name: like(t, local_of(t)) for name, t in self._target.items()}
-            second = {name: like(t, torch.empty_like(local_of(t))) for name, t in self._target.items()}
+            second = detached
+            if copies > 1:
+                second = {name: like(t, torch.empty_like(local_of(t))) for name, t in self._target.items()}
             self.sets: list[dict[str, torch.Tensor]] = [detached, second]
         except (StrettoError, MemoryError, RuntimeError) as error:
             why = str(error) or type(error).__name__
@@ -140,6 +147,13 @@ class ReshardState:
 
         self.transfer.run(sources, targets, check)
 
+    def target(self, at: int) -> dict[str, AnyTensor]:
+        """The targets as they were given, with one of the two sets as their memory."""
+        return {
+            name: replace(t, local=self.sets[at][name]) if isinstance(t, TensorPart) else self.sets[at][name]
+            for name, t in self._target.items()
+        }
+
     def close(self) -> None:
         """End this rank's process group."""
         self._carrier.close()
@@ -151,13 +165,16 @@ class ReshardState:
         ]
 
 
-def _ranks(ranks: Any) -> tuple[list[int], str]:
-    size = dist.get_world_size()
+def _ranks(ranks: Any, world: SyncWorld) -> tuple[list[int], str]:
+    size = world.size
     if ranks is None:
+        if size is None:
+            raise InvalidInput("ranks: must be given in a world of its own, which has no fixed size")
         return list(range(size)), ""
     found = sorted({int(r) for r in ranks})
-    if dist.get_rank() not in found or found[0] < 0 or found[-1] >= size:
-        raise InvalidInput(f"ranks: must be of 0..{size - 1} with {dist.get_rank()} among them, not {found}")
+    if world.rank not in found or found[0] < 0 or (size is not None and found[-1] >= size):
+        limit = f"0..{size - 1}" if size is not None else "0 and more"
+        raise InvalidInput(f"ranks: must be of {limit} with {world.rank} among them, not {found}")
     return found, ""
 
 

@@ -16,7 +16,9 @@ from ...errors import InvalidInput, StrettoError
 if TYPE_CHECKING:
     import torch
 
+    from .describe import AnyTensor
     from .state import Dict, ReshardState
+    from .world import SyncWorld
 
 STAGING_BYTES = 256 << 20
 READERS_S = 60.0
@@ -60,19 +62,27 @@ class WeightSync:
 
     A version is committed on all ranks or on none, after everything has arrived everywhere. The tensors of `target` are
     the memory of version 0, 2, 4, ..., and a second set that of the others: an update writes to the set that is not
-    current, after its readers have left. `staging_bytes` limits the bytes that any rank packs at a time.
+    current, after its readers have left. With `copies` 1 there is no second set: an update writes where the version
+    before was, for those who keep it elsewhere. `staging_bytes` limits the bytes that any rank packs at a time. `world`
+    has the ranks, where they are not those of the default process group.
     """
 
     def __init__(
         self,
-        source: Mapping[str, torch.Tensor] | None = None,
-        target: Mapping[str, torch.Tensor] | None = None,
+        source: Mapping[str, AnyTensor] | None = None,
+        target: Mapping[str, AnyTensor] | None = None,
         *,
         ranks: Any = None,
         staging_bytes: int = STAGING_BYTES,
+        world: SyncWorld | None = None,
+        copies: int = 2,
         _version: int = 0,
     ) -> None:
         from .state import ReshardState
+
+        if copies not in (1, 2):
+            raise InvalidInput(f"copies: must be 1 or 2, not {copies}")
+        self._copies = copies
 
         self._lock = threading.Condition()
         self._updating = threading.Lock()
@@ -80,7 +90,7 @@ class WeightSync:
         self._versions: list[int | None] = [_version, None]
         self._readers = [0, 0]
         self._broken: StrettoError | None = None
-        self._state: ReshardState = ReshardState(source, target, ranks, staging_bytes)
+        self._state: ReshardState = ReshardState(source, target, ranks, staging_bytes, world=world, copies=copies)
         self._number = self._state.newest(_version)
         """The number of the last version of all ranks; a rank that has come later does not have it yet."""
 
@@ -121,6 +131,8 @@ class WeightSync:
         with self._lock:
             there = [v for v in self._versions if v is not None]
             at = self._current if version is None else next((k for k in (0, 1) if self._versions[k] == version), None)
+            if at is not None and self._versions[at] is None:
+                raise InvalidInput("version: none is here: an update writes, or has failed to write, the only copy")
             if at is None:
                 raise InvalidInput(f"version: {version} is not here; there are: {', '.join(map(str, sorted(there)))}")
             self._readers[at] += 1
@@ -141,7 +153,7 @@ class WeightSync:
         further update is possible; readers go on.
         """
         with self._updating:
-            state, back = self._state, 1 - self._current
+            state, back = self._state, (1 - self._current) * (self._copies > 1)
             number = self._number + 1
             sources, why = state.checked_sources(source)
             why = why or (f"this sync has failed before: {self._broken}" if self._broken else "") or self._vacate(back)
@@ -185,10 +197,13 @@ class WeightSync:
         with self._updating:
             self.close()
             with self._lock:
-                now, version = self._state.sets[self._current], self._versions[self._current] or 0
+                now, version = self._state.target(self._current), self._versions[self._current] or 0
             given = self._state.source if source is None else source
-            limit = self._state.staging_limit
-        return WeightSync(given or None, now or None, ranks=ranks, staging_bytes=limit, _version=version)
+            limit, world = self._state.staging_limit, self._state.world
+        return WeightSync(
+            given or None, now or None, ranks=ranks, staging_bytes=limit, world=world, copies=self._copies,
+            _version=version,
+        )  # fmt: skip
 
     def _vacate(self, at: int) -> str:
         """Wait until no reader uses the set that is to be written, and admit none; return an error

@@ -27,7 +27,6 @@ from .engine import CURRENT_JOB, Engine, Job, missing
 from .gpu_engine import GpuEngine
 from .gpu_options import gpu_options
 from .gpu_work import GpuWork, GpuWorks
-from .job_store import job_start
 from .lost_ranks import DelegatedCall, LostRanks, explain_meeting
 from .meeting import Meeting, agree, card, meet
 from .own_backend import OWN_BACKEND
@@ -104,8 +103,10 @@ class StrettoGroup(Base):  # type: ignore[misc]
     """One communicator."""
 
     def __init__(
-        self, *, store: Any, rank: int, size: int, timeout: timedelta, name: str, devices: Sequence[int]
-    ) -> None:
+        self, *, store: Any, rank: int, size: int, timeout: timedelta, name: str, devices: Sequence[int],
+        apart: bool = False,
+    ) -> None:  # fmt: skip
+        """`apart` says that `devices` are not ranks of the default process group."""
         # A `c10d.Store`, of whose `timeout` PyTorch's stubs do not know.
         if devices:
             check_world()
@@ -119,9 +120,12 @@ class StrettoGroup(Base):  # type: ignore[misc]
         """Whether NCCL collects calls for one launch just now."""
         self._home = Home(f"rank {rank} of group {name}")
         found, options = rules(), gpu_options()
-        shared = CURRENT_JOB.job if devices else None
+        shared = CURRENT_JOB.job if devices and not apart else None
         places = tuple(devices) or tuple(range(size))
         meeting = Meeting(store, rank, size, (lambda: shared.lost(places)) if shared else lambda: "")
+        if apart:
+            # Ranks of different jobs, whose launchers have started them differently often.
+            meeting = Meeting(store, rank, size, start="apart")
         taken, generation = (shared.taken(places), shared.generation) if shared else (0, 0)
         mine = card(rank, executor=missing(), rules=found.text, taken=taken, generation=generation)
         self.cards = meet(meeting, mine)
@@ -140,7 +144,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
     def _wrap(self, store: Any, rank: int, size: int, timeout: timedelta, meeting: Meeting) -> None:
         """Make the backends that run what the executor does not."""
         try:
-            self._wrapped = _wrapped_backends(store, rank, size, timeout)
+            self._wrapped = _wrapped_backends(store, rank, size, timeout, meeting.start)
         except RuntimeError as error:
             raise explain_meeting(error, meeting, c10d.PrefixStore("stretto/unmade", store)) from error
         self._plain = Base(store, rank, size)
@@ -617,15 +621,15 @@ class StrettoGroup(Base):  # type: ignore[misc]
 
 
 def _wrapped_backends(
-    store: c10d.Store, rank: int, size: int, timeout: timedelta
+    store: c10d.Store, rank: int, size: int, timeout: timedelta, start: str
 ) -> list[tuple[torch.device, BackendType, Any]]:
-    gloo = dist.ProcessGroupGloo(c10d.PrefixStore(f"gloo/{job_start()}/", store), rank, size, _gloo_options(timeout))
+    gloo = dist.ProcessGroupGloo(c10d.PrefixStore(f"gloo/{start}/", store), rank, size, _gloo_options(timeout))
     set_sequence_number(gloo)
     found: list[tuple[torch.device, BackendType, Any]] = [(CPU, BackendType.GLOO, gloo)]
     if torch.cuda.is_available() and dist.is_nccl_available():
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        nccl = dist.ProcessGroupNCCL(c10d.PrefixStore(f"nccl/{job_start()}/", store), rank, size, options)
+        nccl = dist.ProcessGroupNCCL(c10d.PrefixStore(f"nccl/{start}/", store), rank, size, options)
         set_sequence_number(nccl)
         found.append((CUDA, BackendType.NCCL, nccl))
     return found

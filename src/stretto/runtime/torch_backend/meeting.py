@@ -83,13 +83,15 @@ class Meeting:
     has died on this host is noticed. So all ranks end a meeting together, whatever happens to one of them.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, lost: Callable[[], str] = lambda: "") -> None:
-        """`lost` says what is known of a rank that will not come, if anything is."""
+    def __init__(
+        self, store: Store, rank: int, size: int, lost: Callable[[], str] = lambda: "", start: str | None = None
+    ) -> None:
+        """`lost` says what is known of a rank that will not come, if anything is; `start` names this start."""
         self.store, self.rank, self.size, self.known = store, rank, size, lost
         self.cards: list[Card] = []
         # A group that is made again finds its old keys in the store, and so does a job that is started again.
-        start = job_start()
-        self._where = f"stretto/{start}/{store.add(f'stretto/times/{start}/{rank}', 1)}"
+        self.start = start if start is not None else job_start()
+        self._where = f"stretto/{self.start}/{store.add(f'stretto/times/{self.start}/{rank}', 1)}"
         self._rounds = 0
 
     def exchange(self, mine: bytes) -> list[bytes]:
