@@ -43,7 +43,7 @@ LAYERS = [
     {"pipeline.meshes"},
     {"control"},
     {"advice", "doctor"},
-    {"torch"},
+    {"torch", "plugins"},
     {"report"},
     {"cli"},
 ]

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,11 +99,16 @@ class MappedSync:
                 found = Weights(pieces.version, self._kept[pieces.version])
             yield found
 
-    def load(self, into: Mapping[str, torch.Tensor] | None = None) -> int:
+    def read_pieces(self) -> AbstractContextManager[Weights]:
+        """The pieces of the current version as they have arrived, by the trainers' names."""
+        return self._sync.read()
+
+    def load(self, into: Mapping[str, torch.Tensor] | None = None, only: Collection[str] | None = None) -> int:
         """Copy the current version into memory of the server's, one tensor after the other; return its number.
 
         Args:
             into: the local memory of the server's tensors, by name; None for that of `target`.
+            only: the names of the tensors to copy; None for all.
 
         Returns:
             The version that was copied.
@@ -115,7 +120,8 @@ class MappedSync:
         from .pieces import assembled
 
         with self._sync.read() as pieces:
-            for name, made in assembled(self._made, self._target, pieces, self._where, self._rank):
+            these = [one for one in self._made if only is None or one.to in only]
+            for name, made in assembled(these, self._target, pieces, self._where, self._rank):
                 goal = into[name].detach() if into is not None else local_of(self._target[name])
                 goal.copy_(local_of(made))
             return pieces.version

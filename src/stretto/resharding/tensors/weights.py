@@ -101,6 +101,11 @@ class WeightSync:
             return self._versions[self._current] or 0
 
     @property
+    def number(self) -> int:
+        """The number of the newest version of all ranks; a rank that has come later may not have it yet."""
+        return self._number
+
+    @property
     def num_rounds(self) -> int:
         """The number of rounds, one after the other, in which an update moves the tensors."""
         return len(self._state.transfer.rounds)

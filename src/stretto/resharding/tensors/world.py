@@ -31,12 +31,16 @@ class SyncWorld:
         self.apart = size is None
         """Whether these are other ranks than those of the default process group."""
         self.agreement = ReshardAgreement(c10d.PrefixStore("stretto/resharding", store), rank, cards)
+        self.port = 0
+        """The port of the store, where this world has one of its own."""
         self.groups: dict[tuple[int, ...], Any] = {}
         """The groups that are shared by all transfers between the same ranks."""
         self._made: dict[str, int] = {}
 
     @classmethod
-    def join(cls, address: str, rank: int, *, serve: bool = False, timeout_s: float = 300.0) -> SyncWorld:
+    def join(
+        cls, address: str, rank: int, *, serve: bool = False, timeout_s: float = 300.0, name: str = ""
+    ) -> SyncWorld:
         """Meet at an address; one rank serves the store, and should be one that outlives the others.
 
         Args:
@@ -44,6 +48,7 @@ class SyncWorld:
             rank: this process's number, 0 or more, that no other process has.
             serve: whether this process serves the store; exactly one does.
             timeout_s: seconds to wait for the store, and later for other ranks.
+            name: several worlds at one address have different names.
 
         Returns:
             The world.
@@ -65,14 +70,12 @@ class SyncWorld:
         except (RuntimeError, ValueError) as error:
             what = "be served" if serve else "be reached"
             raise PeerLost(f"{address}: the store cannot {what}: {str(error).splitlines()[0][:200]}") from None
-        if store.add(f"stretto/world/{rank}", 1) > 1:
+        named: Any = c10d.PrefixStore(f"stretto/{name}", store)
+        if named.add(f"world/{rank}", 1) > 1:
             raise InvalidInput(f"rank: {rank} has been taken at {address}")
-        return cls(store, rank)
-
-    @property
-    def port(self) -> int:
-        """The port of the store."""
-        return int(self.store.port)
+        found = cls(named, rank)
+        found.port = store.port
+        return found
 
     def number(self, name: str) -> int:
         """Count what is made under one name: ranks that make things in the same order get the same numbers."""
