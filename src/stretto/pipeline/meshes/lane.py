@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import InvalidInput, PeerLost
 from ...files import typed
-from ...resharding.tensors.carrier import RESHARDING, ReshardGroup, agreement
+from ...resharding.tensors.carrier import ReshardGroup, agreement, default_world
 from ...resharding.tensors.describe import PlacedTensor, around, dtype_of, local_of, placed, placed_tensor
 from ...resharding.tensors.transfer import Move, Transfer
 
@@ -89,7 +89,7 @@ class Lane:
         # directions of an edge do not.
         self.group = ReshardGroup(ranks)
         prefix = f"stretto/pipeline/{name}/{','.join(map(str, ranks))}"
-        number = RESHARDING.number(prefix)
+        number = default_world().number(prefix)
         self._store: Any = c10d.PrefixStore(f"{prefix}/{number}", dist.distributed_c10d._get_default_store())
         self.sent: list[SentTensor] = []
         """What the sending stage sends; empty before its first message."""

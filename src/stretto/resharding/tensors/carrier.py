@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from ...cluster import Cluster
 from ...errors import InvalidInput, StrettoError
