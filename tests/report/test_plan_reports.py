@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -215,3 +216,18 @@ def test_the_trace_holds_before_and_after(found: PlanResult, tmp_path: Path) -> 
     assert set(processes.values()) == {"stretto", "before (fifo), rank 0", "after (plan), rank 0"}
     for name, schedule in shown.items():
         assert last[f"{name}, rank 0"] == pytest.approx(float(schedule.end_us.max()) * 1e3, abs=1)
+
+
+def test_gaps_of_communication_are_what_the_motifs_leave(found: PlanResult) -> None:
+    workload = found.problem.workload
+    for schedule in found.schedules.values():
+        period = schedule.period_us
+        clock = (np.arange(20_000) + 0.5) * period / 20_000
+        busy = np.zeros((len(workload.places), len(clock)), bool)
+        for op, task, start, end in zip(schedule.op, schedule.task, schedule.start_us, schedule.end_us, strict=True):
+            if task >= 0:
+                runs = ((clock >= start) & (clock < end)) | (clock + period < end)
+                busy[list(workload.op_places[op])] |= runs
+        assert schedule.comm_idle == pytest.approx(1 - busy.mean(1), abs=0.002)
+        # Communication without compute is part of all communication.
+        assert (schedule.exposed_us <= (1 - schedule.comm_idle) * period + 1e-6).all()

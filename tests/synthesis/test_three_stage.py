@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,8 +16,11 @@ import stretto as st
 from stretto.errors import Infeasible, InvalidInput
 from stretto.solvers.milp import Milp, solve
 from stretto.synthesis.contiguity import MessageSchedule, merge
+from stretto.synthesis.explorer import sketches
 from stretto.synthesis.logical import LogicalTopology
+from stretto.synthesis.makers import plan_tasks
 from stretto.synthesis.ordering import VARIANTS, SendTasks, justify, priorities, schedule
+from stretto.synthesis.problem import SynthesisProblem
 from stretto.synthesis.routing import build, route
 from stretto.synthesis.routing_problem import RoutingProblem
 from stretto.synthesis.routing_search import search
@@ -333,3 +337,14 @@ def test_solvers_are_loaded_only_when_they_solve() -> None:
     code = "import sys, stretto.synthesis.three_stage; print([m for m in ('highspy', 'ortools') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_eighty_gpus_are_served_where_it_is_asked_for_or_has_a_sketch() -> None:
+    cluster = st.Cluster.load("ndv2:10")
+    problem = SynthesisProblem(collective=st.AllGather(80), cluster=cluster, nbytes=st.MB)
+    tasks, refused = plan_tasks(problem, None)
+    assert "three_stage" not in {task.maker for task in tasks}
+    assert "up to 64 ranks unless it is asked for or given a sketch" in refused["three_stage"]
+    assert {task.maker for task in plan_tasks(problem, ["three_stage"])[0]} == {"three_stage"}
+    sketched = replace(problem, sketch=next(sketches(cluster)))
+    assert "three_stage" in {task.maker for task in plan_tasks(sketched, None)[0]}

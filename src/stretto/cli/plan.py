@@ -194,7 +194,7 @@ def _rows(found: PlanResult) -> dict[str, object]:
         "retimed_us": made.retimed_us, "bound_us": made.bound_us,
         "rows": [
             {"system": name, "iteration_us": one.period_us, "exposed_us": float(one.exposed_us.max()),
-             "idle": float(one.compute_idle.max()), "motifs": len(one.order)}
+             "idle": float(one.compute_idle.max()), "comm_idle": float(one.comm_idle.max()), "motifs": len(one.order)}
             for name, one in found.for_tables().items()
         ],
     }  # fmt: skip

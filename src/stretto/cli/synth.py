@@ -23,7 +23,7 @@ from ..files import read_text
 from ..programs import Program
 from ..programs.formats import SUFFIXES, load_program
 from ..report.table import ResultTable
-from ..simulator import Runtime
+from ..simulator import Runtime, simulate
 from ..synthesis import Candidate, Selection, Synthesis, select, synthesize
 from ..synthesis import certificate as certificates
 from ..synthesis.certificate import certificate_path
@@ -64,6 +64,8 @@ from .pages import write_tables
 from .session import SESSION
 
 SHOWN = 12
+LOSS = 0.02
+"""The share of its time that a file may lose to its program before that is said."""
 
 TargetOption = Annotated[
     Path | None,
@@ -246,7 +248,28 @@ def _table(
     files.json(rows, {"rows": chosen.rows()})
     files.write(html, lambda path: write_tables(path, f"{chosen.collective} on {chosen.cluster}", view))
     out().print(view)
+    lost = _lost(chosen, machine, options) if target is not None else ""
+    if lost:
+        out().print(lost, markup=False)
     files.tell()
+
+
+def _lost(chosen: Selection, machine: Cluster, options: dict[str, Any]) -> str:
+    """What files that cannot name routes lose, where that is more than `LOSS`; else nothing."""
+    physics = {key: options[key] for key in ("alpha", "contention")}
+    worst = 0.0
+    for choice in chosen.choices:
+        plain = choice.synthesis.program
+        if choice.synthesis.lowering is None or not isinstance(plain, Program) or not plain.routes:
+            continue
+        nbytes, took, _ = choice.points[-1]
+        worst = max(worst, took / simulate(plain, machine, nbytes=nbytes, **physics).total_us - 1)
+    if worst <= LOSS or options["runtime"] is not None:
+        return ""
+    return (
+        f"these files name no routes, which makes them up to {100 * worst:.0f} % slower than the programs; "
+        "--format txt keeps routes, for the backend stretto (STRETTO_TABLE)"
+    )
 
 
 def _check_target(target: Path | None, form: str | None, limits: dict[str, int], *, table: bool) -> tuple[str, str]:

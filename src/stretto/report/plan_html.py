@@ -79,7 +79,7 @@ def _headline(found: PlanResult, against: str) -> str:
     text = (
         f"An iteration takes {format_us(after.period_us)} instead of {format_us(before.period_us)} with {against}: "
         f"{before.period_us / after.period_us:.2f} times the throughput. Compute idles {_idle(after)} of the time "
-        f"instead of {_idle(before)}."
+        f"instead of {_idle(before)}, communication {_gaps(after)} instead of {_gaps(before)}."
     )
     if plan.bound_us:
         text += f" In the planner's time model no plan over these options is faster than {format_us(plan.bound_us)}"
@@ -94,6 +94,10 @@ def _idle(schedule: StepSchedule) -> str:
     return f"{100 * float(schedule.compute_idle.max(initial=0.0)):.1f} %"
 
 
+def _gaps(schedule: StepSchedule) -> str:
+    return f"{100 * float(schedule.comm_idle.max(initial=0.0)):.1f} %"
+
+
 def _systems(found: PlanResult) -> str:
     shown = found.for_tables()
     reference = shown.get("bytescheduler+")
@@ -105,11 +109,20 @@ def _systems(found: PlanResult) -> str:
             f"{reference.period_us / schedule.period_us:.2f}x" if reference else "",
             _idle(schedule),
             format_us(float(schedule.exposed_us.max(initial=0.0))),
+            _gaps(schedule),
             str(len(schedule.order)),
         )
         for name, schedule in shown.items()
     ]
-    head = ("system", "iteration", "throughput", "compute idle", "exposed communication", "motifs")
+    head = (
+        "system",
+        "iteration",
+        "throughput",
+        "compute idle",
+        "exposed communication",
+        "communication gaps",
+        "motifs",
+    )
     bold = {at for at, s in enumerate(shown.values()) if s.period_us <= best * (1 + 1e-9)}
     return _table(head, rows, bold=bold)
 

@@ -27,8 +27,10 @@ def plan_tables(plan: Plan) -> Group:
 
 
 def systems_table(schedules: Mapping[str, StepSchedule], *, reference: str = "bytescheduler+") -> ResultTable:
-    """Every system's iteration time, throughput relative to `reference`, idle compute and exposed communication."""
-    table = ResultTable("system", ">iteration", ">throughput", ">idle", ">exposed", ">motifs")
+    """Every system's iteration time, throughput relative to `reference`, idle compute, exposed communication, and the
+    share without communication.
+    """
+    table = ResultTable("system", ">iteration", ">throughput", ">idle", ">exposed", ">gaps", ">motifs")
     base = schedules[reference].period_us if reference in schedules else 0.0
     best = min(schedule.period_us for schedule in schedules.values())
     for name, schedule in schedules.items():
@@ -39,6 +41,7 @@ def systems_table(schedules: Mapping[str, StepSchedule], *, reference: str = "by
             f"{base / schedule.period_us:.2f}x" if base else "",
             f"{100 * float(schedule.compute_idle.max()):.1f} %",
             format_us(float(schedule.exposed_us.max())),
+            f"{100 * float(schedule.comm_idle.max()):.1f} %",
             str(len(schedule.order)),
         )
     return table

@@ -23,6 +23,9 @@ from .problem import MakerTask, Progress, SynthesisProblem
 
 LIBRARY = "library"
 SYMMETRIC = "symmetric"
+SKETCHED = "three_stage"
+FEW_SKETCHED = 64
+"""The most ranks for which sketches that nobody gave are tried."""
 SMALL = 256
 """The most ranks for which tasks run in the caller's process, and for which the library is asked first: its programs
 are then made in no time. Beyond it the makers of better programs come first."""
@@ -301,11 +304,11 @@ register_maker(
 )
 register_maker(
     SearchMaker(
-        name="three_stage",
+        name=SKETCHED,
         make=_three_stage,
         collectives=(*_GATHERING, "all_to_all"),
         weight=4.0,
-        max_ranks=64,
+        max_ranks=256,
         reduces=False,
         follows_sketch=True,
         variants=sketch_variants,
@@ -398,6 +401,11 @@ def plan_tasks(
         if name == SYMMETRIC and wanted is None and problem.ranks <= SMALL:
             # `compose` makes the same programs, written out for all ranks.
             refused[name] = f"is for more than {SMALL} ranks unless it is asked for, not {problem.ranks}"
+            continue
+        if name == SKETCHED and wanted is None and problem.sketch is None and problem.ranks > FEW_SKETCHED:
+            # Its programs cost minutes there, and `compose` mostly finds better ones in seconds.
+            asked_for = "unless it is asked for or given a sketch"
+            refused[name] = f"is for up to {FEW_SKETCHED} ranks {asked_for}, not {problem.ranks}"
             continue
         try:
             found = maker.tasks(problem)

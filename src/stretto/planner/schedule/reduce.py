@@ -118,9 +118,10 @@ class ReducedStep:
         us = np.zeros(len(schedule.compute_idle))
         for at in self._choice:
             us[self.whole.workload.op_places[at][0]] += self.part_us(at)
-        idle = schedule.compute_idle + us / schedule.period_us if schedule.period_us > 0 else schedule.compute_idle
+        share = us / schedule.period_us if schedule.period_us > 0 else us
         return replace(
-            schedule, compute_idle=idle, exposed_us=schedule.exposed_us + us,
+            schedule, compute_idle=schedule.compute_idle + share, exposed_us=schedule.exposed_us + us,
+            comm_idle=np.maximum(schedule.comm_idle - share, 0.0),
             order=(*schedule.order, *((at, 0) for at in self._choice)),
         )  # fmt: skip
 

@@ -74,6 +74,8 @@ class StepSchedule:
     """The share of the period in which no compute-op runs, for each place."""
     exposed_us: NDArray[np.float64]
     """Microseconds of a period in which communication runs and no compute-op does, for each place."""
+    comm_idle: NDArray[np.float64]
+    """The share of the period in which no motif runs, for each place: the gaps of the communication stream."""
     critical: tuple[tuple[int, int], ...]
     """The circle of ops and tasks that sets the period; empty if a compute stream's own load does."""
 
@@ -276,11 +278,12 @@ class Scheduler:
         start, end = start[sort], (start + length)[sort]
         at = {(int(o), int(t)): float(s) for o, t, s in zip(ops, parts, start, strict=True)}
         channels = {(op, t): set(chosen[op].tasks[t].channels) for op, t in tasks}
-        idle, exposed = _shares(workload, ops, places, start, end, period)
+        idle, exposed, gaps = _shares(workload, ops, places, start, end, period)
         return StepSchedule(
             choice=choice, order=order, shift=shift, seq=_sequence(order, at, channels, period), serial=serial,
             period_us=period, first_us=first_us, op=ops, task=parts, place=places, iteration=(-window).astype(np.int32),
-            start_us=start, end_us=end, compute_idle=idle, exposed_us=exposed, critical=critical,
+            start_us=start, end_us=end, compute_idle=idle, exposed_us=exposed, comm_idle=gaps,
+            critical=critical,
         )  # fmt: skip
 
     def in_time_order(self, found: StepSchedule) -> StepSchedule:
@@ -419,21 +422,24 @@ def _shares(
     start: NDArray[np.float64],
     end: NDArray[np.float64],
     period: float,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """For each place the share of the period without compute, and the microseconds of that with communication."""
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """For each place: the share of the period without compute, microseconds of that with communication, and the share
+    without communication.
+    """
     num_places = len(workload.places)
     compute: list[list[tuple[float, float]]] = [[] for _ in range(num_places)]
     either: list[list[tuple[float, float]]] = [[] for _ in range(num_places)]
+    sent: list[list[tuple[float, float]]] = [[] for _ in range(num_places)]
     for o, at, a, b in zip(op.tolist(), place.tolist(), start.tolist(), end.tolist(), strict=True):
         pieces = [(0.0, period)] if b - a >= period else [(a, min(b, period)), (0.0, max(b - period, 0.0))]
         for where in workload.op_places[o] if at < 0 else (at,):
             either[where] += pieces
-            if at >= 0:
-                compute[where] += pieces
+            (compute if at >= 0 else sent)[where] += pieces
     busy = np.array([_covered(pieces) for pieces in compute])
     exposed = np.array([_covered(pieces) for pieces in either]) - busy
-    idle = 1 - busy / period if period > 0 else np.zeros(num_places)
-    return np.clip(idle, 0.0, 1.0), np.maximum(exposed, 0.0)
+    sending = np.array([_covered(pieces) for pieces in sent])
+    idle, gaps = (1 - each / period if period > 0 else np.zeros(num_places) for each in (busy, sending))
+    return np.clip(idle, 0.0, 1.0), np.maximum(exposed, 0.0), np.clip(gaps, 0.0, 1.0)
 
 
 def _covered(pieces: list[tuple[float, float]]) -> float:

@@ -15,10 +15,12 @@ import torch
 
 from ...errors import InvalidInput, StrettoError
 from ...process_state import STATE, ProcessPart
+from ...programs import Program
 from ..executor.executor import OPERATIONS, ChannelConfig, Executor, LoadedProgram, load_native
 from ..executor.join import interface_address
 from .buffers import IN_PLACE, Buffers, CollectiveCall, is_rigid, lay_out
 from .meeting import Card, Meeting
+from .networks import on_networks
 from .recording import LEDGER, Choice, current
 from .selection import ProgramPick, Selector
 from .work import NO_TIMEOUT, ExecutedWork, GroupWork, Tensors
@@ -203,7 +205,10 @@ class Engine:
         assert executor is not None
         if id(pick) not in self._handles:
             ranks = [self.job.rank_of[device] for device in self.selector.devices]
-            handle = executor.load(pick.program, ranks=ranks, communicator=self.communicator)
+            program = pick.program
+            if isinstance(program, Program):
+                program = on_networks(program, self.selector.cluster, executor.channels)
+            handle = executor.load(program, ranks=ranks, communicator=self.communicator)
             self._handles[id(pick)] = handle, is_rigid(handle.lowered)
         handle, rigid = self._handles[id(pick)]
         choice = call.choice(self.name, backend="executor", why=pick.why, nbytes=nbytes, pick=pick)
