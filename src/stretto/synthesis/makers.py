@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from ..algorithms import algorithms
+from ..algorithms.orders import fast_orders
 from ..algorithms.registry import algorithm, entry
 from ..collectives import COLLECTIVES, ROOTED
 from ..errors import Infeasible, InvalidInput, StrettoError, unknown
@@ -65,7 +66,7 @@ class Library:
     follows_sketch: bool = False
 
     def tasks(self, problem: SynthesisProblem) -> list[MakerTask]:
-        """One task per algorithm that serves the collective; `direct` has two for all-reduce."""
+        """One task per algorithm that serves the collective; also `direct` in one step, and two rings of `ring`."""
         kind = problem.collective.kind
         found = algorithms(kind) if kind in COLLECTIVES else []
         if not found:
@@ -73,6 +74,8 @@ class Library:
         calls: list[tuple[str, Mapping[str, Any]]] = [(one.name, {"algorithm": one.name}) for one in found]
         if kind == "all_reduce":
             calls.append(("direct,steps=1", ONE_SHOT))
+        if kind in _GATHERING and 3 <= problem.ranks <= SMALL:
+            calls.append(("ring,opposed", {"algorithm": "ring", **_opposed(problem)}))
         return [
             MakerTask(maker=self.name, label=f"{self.name}:{label}", weight=1 / len(calls), options=options)
             for label, options in calls
@@ -95,10 +98,10 @@ class Library:
         name: str = task.options["algorithm"]
         began = time.monotonic()
         collective = problem.collective
-        options = {key: value for key, value in task.options.items() if key != "algorithm"}
+        options = {key: value for key, value in task.options.items() if key not in ("algorithm", "chunks")}
         if collective.kind in ROOTED:
             options["root"] = collective.root
-        chunks = entry(name).chunks
+        chunks = task.options.get("chunks", entry(name).chunks)
         while True:
             program = algorithm(
                 name,
@@ -157,6 +160,19 @@ class SymmetricMaker:
         if problem.lower and made.num_transfers > MAX_EXPANDED:
             raise Infeasible(f"{made.num_transfers} transfers are too many to lower; at most {MAX_EXPANDED}")
         yield made.expand() if problem.lower else made
+
+
+def _opposed(problem: SynthesisProblem) -> dict[str, Any]:
+    """Two rings of opposite direction, which carry half of the data each: no link is asked for all that a port takes.
+
+    Where switches are joined by links that are slower than ports, one ring is as slow as these. With one chunk each,
+    both would wait for the same latencies.
+    """
+    ranks = problem.collective.ranks
+    orders = fast_orders(problem.cluster, ranks)
+    if orders is None:
+        return {"strides": (1, len(ranks) - 1), "chunks": 2}
+    return {"order": (orders[0], orders[0][::-1]), "chunks": 2}
 
 
 def _compose(request: MakerRequest) -> Program:

@@ -19,6 +19,7 @@ from ..cluster import Cluster
 from ..collectives import Collective
 from ..programs import Program
 from ..simulator import simulate
+from .justify import justified
 from .pacing import paced
 
 WORTH_IT = 0.002
@@ -28,6 +29,8 @@ FEW = 16
 WAYS = ((np.inf, 0.0), (64.0, 1.0), (16.0, 1.0), (16.0, 4.0), (4.0, 1.0), (4.0, 4.0), (1.0, 2.0))
 """Ways to pace sends: how many pieces a rank may send before their turn by the rates of the packing, and how many
 pieces earlier than in the plan the arrival is that a send waits for."""
+MARGINS = (1.0, 4.0)
+"""How many pieces earlier than in a plan by urgency the arrival is that a send waits for, where plain order fails."""
 KEPT = 3
 """The ways that are tried with the finest pieces."""
 
@@ -97,6 +100,32 @@ class PieceSearch:
                 ways = sorted(ways, key=lambda way: times[way])[: max(KEPT, len(ways) - 2)]
             reached = min(reached, *times.values())
             pieces *= 4 if pieces < few else 2
+
+    def justify(self, sends: PieceSends) -> float:
+        """Try the sends by their urgency instead of piece after piece.
+
+        Args:
+            sends: The sends of some number of pieces.
+
+        Returns:
+            The time of the fastest program found.
+        """
+        program, turn_us = sends.program, sends.piece * sends.piece_us
+        plan = justified(program, turn_us, self.cluster, nbytes=self.nbytes, blocks=self.alpha == "blocking")
+        order = np.lexsort((np.arange(len(turn_us)), plan.start_us))
+        plain, found = reordered(sends, order), np.inf
+        for margin in (np.inf, *MARGINS):
+            made = plain
+            if np.isfinite(margin):
+                made = paced(plain, plan.start_us[order] - margin * sends.piece_us, plan.arrive_us[order])
+            took = simulate(made, self.cluster, nbytes=self.nbytes, alpha=self.alpha).total_us
+            found = min(found, took)
+            if self.best is None or took < self.best[0]:
+                self.best = took, made
+            # A network in which nothing overtakes keeps to the plan by itself.
+            if found <= plan.total_us * (1 + WORTH_IT) or time.monotonic() > self.until:
+                break
+        return found
 
     def _candidates(
         self, sends: PieceSends, ways: list[tuple[float, float]], together: int

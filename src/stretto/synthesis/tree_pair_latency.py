@@ -29,7 +29,13 @@ MIN_SHARE = 1e-4
 
 
 def quickest_pairs(
-    cluster: Cluster, ranks: tuple[int, ...], nbytes: float, packing: TreePairPacking, *, until: float = float("inf")
+    cluster: Cluster,
+    ranks: tuple[int, ...],
+    nbytes: float,
+    packing: TreePairPacking,
+    *,
+    weight: float = 1.0,
+    until: float = float("inf"),
 ) -> tuple[float, list[TreePair]]:
     """The pairs of trees that move `nbytes` soonest when all of them are pipelined finely.
 
@@ -38,13 +44,14 @@ def quickest_pairs(
         ranks: The device of each rank.
         nbytes: The size in bytes.
         packing: Pairs of the best rate, which are always among those that are weighed.
+        weight: What a microsecond of a pair's latency counts: less than 1 where links work ahead meanwhile (`justify`).
         until: When to stop looking for more trees (`time.monotonic`).
 
     Returns:
         The time in microseconds, and the pairs. The rates of the pairs are in proportion to the bytes that each moves,
         and together those at which pieces enter the network.
     """
-    pool = _Pool(cluster, ranks, nbytes)
+    pool = _Pool(cluster, ranks, nbytes, weight)
     for pair in packing.pairs:
         pool.add(pair)
     pool.offer(1e-3 / cluster.link_gb_per_s)
@@ -63,8 +70,8 @@ def quickest_pairs(
 class _Pool:
     """The pairs that are offered, and how much of the bytes each is given."""
 
-    def __init__(self, cluster: Cluster, ranks: tuple[int, ...], nbytes: float) -> None:
-        self.cluster, self.ranks, self.nbytes = cluster, ranks, nbytes
+    def __init__(self, cluster: Cluster, ranks: tuple[int, ...], nbytes: float, weight: float) -> None:
+        self.cluster, self.ranks, self.nbytes, self.weight = cluster, ranks, nbytes, weight
         self.rate = cluster.link_gb_per_s * 1e3
         self.pairs: dict[tuple[object, ...], TreePair] = {}
         self.load: list[NDArray[np.float64]] = []
@@ -78,7 +85,7 @@ class _Pool:
             return
         self.pairs[key] = pair
         self.load.append(pair.load(len(self.rate)))
-        self.latency.append(pair.latency_us(self.cluster.link_alpha_us))
+        self.latency.append(self.weight * pair.latency_us(self.cluster.link_alpha_us))
 
     def offer(self, worth: NDArray[np.float64]) -> None:
         """Add trees at the prices ``worth + mix x alpha``: the cheapest, and those of shortest paths."""

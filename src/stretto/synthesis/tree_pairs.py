@@ -20,11 +20,19 @@ from ..cluster import Cluster
 from ..collectives import AllReduce, Collective
 from ..errors import Infeasible
 from ..programs import Program
-from .piece_search import FEW, PieceSearch, PieceSends, share_pieces
+from .piece_search import FEW, WORTH_IT, PieceSearch, PieceSends, share_pieces
 from .tree_pair_latency import quickest_pairs
-from .tree_pair_packing import TreePair, pack_tree_pairs
+from .tree_pair_packing import TreePair, TreePairPacking, pack_tree_pairs
 
 MAX_TRANSFERS = 300_000
+LATENCY_MATTERS = 0.02
+"""The share of the bytes' time from which on the latency of the quickest pair makes it worth to plan by urgency."""
+WEIGHTS = (1.0, 0.1, 0.4)
+"""What latencies count in the choice of pairs whose sends are planned by urgency."""
+WORK_AHEAD = (8_000, 24_000, 48_000, 96_000)
+"""The transfers of programs that are planned by urgency, while more are better."""
+FEWEST = 4
+"""The fewest pieces for each pair in such a program."""
 
 Progress = Callable[[str, float], None]
 
@@ -71,6 +79,7 @@ def synthesize(
     _, quickest = quickest_pairs(cluster, collective.ranks, nbytes, packing, until=began + budget_s / 3)
     search = PieceSearch(cluster, nbytes, alpha, began + budget_s * 0.9)
     most = max_transfers / (2 * (collective.num_ranks - 1))
+    _work_ahead(search, collective, packing, quickest, most=most, until=began + budget_s / 2)
     # Few pieces along one pair beat many pairs where the size is small.
     widest = [max(quickest, key=lambda pair: pair.gb_per_s)]
     for pairs in (quickest, widest) if len(quickest) > 1 else (quickest,):
@@ -80,6 +89,42 @@ def synthesize(
     assert best is not None
     best[1].verify()
     return best[1]
+
+
+def _work_ahead(
+    search: PieceSearch,
+    collective: Collective,
+    packing: TreePairPacking,
+    quickest: list[TreePair],
+    *,
+    most: float,
+    until: float,
+) -> None:
+    """Try sends by their urgency, along the quickest pairs and along those for which latency counts less.
+
+    Where latencies are nothing beside the bytes, pieces in turn are as good and cheaper to plan. Where routes pass
+    switches they are better: messages of unequal urgency meet there and wait for each other.
+    """
+    cluster, nbytes, ranks = search.cluster, search.nbytes, collective.ranks
+    if any(len(route) > 1 for pair in quickest for route in (*pair.gather_route, *pair.spread_route)):
+        return
+    latency = min(pair.latency_us(cluster.link_alpha_us) for pair in quickest)
+    if latency < LATENCY_MATTERS * nbytes / packing.gb_per_s / 1e3:
+        return
+    for weight in WEIGHTS:
+        pairs, reached = quickest, np.inf
+        if weight != 1.0:
+            pairs = quickest_pairs(cluster, ranks, nbytes, packing, weight=weight, until=until)[1]
+        for transfers in WORK_AHEAD:
+            pieces = int(min(transfers / (2 * (len(ranks) - 1)), most))
+            if pieces < FEWEST * len(pairs):
+                continue
+            if time.monotonic() > until:
+                break
+            took = search.justify(piece_sends(collective, cluster, pairs, pieces, nbytes=nbytes))
+            if took > reached * (1 - WORTH_IT) or pieces == int(most):
+                break
+            reached = took
 
 
 def piece_sends(
