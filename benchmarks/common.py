@@ -16,9 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 Row = dict[str, Any]
 Case = Callable[[bool], list[Row]]
 """Measures something, quickly or in full."""
@@ -85,6 +82,10 @@ def in_own_process(script: str, case: str, quick: bool) -> list[Row]:
 
 def show(rows: list[Row], *, title: str) -> None:
     columns = list(dict.fromkeys(key for row in rows for key in row))
+    # Only whoever prints a table waits for these imports: jobs are timed as whole processes.
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=title)
     for column in columns:
         table.add_column(column, justify="left" if column in ("case", "system") else "right", overflow="fold")

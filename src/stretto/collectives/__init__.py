@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every rank holds before a collective and must hold after it."""
 
+from typing import TYPE_CHECKING
+
+from ..late import late_names
 from .conditions import ALL_PARTS, Collective
-from .files import load_collective, save_collective
 from .library import (
     COLLECTIVES,
     ROOTED,
@@ -17,6 +19,13 @@ from .library import (
     ReduceScatter,
     Scatter,
 )
+
+if TYPE_CHECKING:
+    from . import files as files
+    from .files import load_collective as load_collective
+    from .files import save_collective as save_collective
+else:
+    __getattr__ = late_names(__name__, {"files": ".files", "load_collective": ".files", "save_collective": ".files"})
 
 __all__ = [
     "ALL_PARTS",

@@ -2,7 +2,6 @@
 """Algorithms as programs: the IR, the verifier, lowering, the interpreter and the file formats."""
 
 from .ir import LOWER, VERIFY, Program
-from .lower import lower as _lower
 from .lowered import VERIFY_LOWERED, Lowered
 from .symmetry import SymmetricProgram
 from .verify import VerificationReport, verify_lowered
@@ -11,5 +10,5 @@ from .verify import verify as _verify
 __all__ = ["Lowered", "Program", "SymmetricProgram", "VerificationReport", "formats", "interpret"]
 
 VERIFY.supply(_verify)
-LOWER.supply(_lower)
+LOWER.supply_from(f"{__name__}.lower", "lower")
 VERIFY_LOWERED.supply(verify_lowered)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,10 @@ from ..programs import Lowered, Program, SymmetricProgram
 from ..programs.ir import check_table
 from ..units import MB, check_bytes, format_bytes
 from .messages import MessageGraph
-from .runtimes import Runtime
 from .timeline import Timeline
+
+if TYPE_CHECKING:
+    from .runtimes import Runtime
 
 CONTENTION = ("fifo", "fair")
 ALPHA = ("pipelined", "blocking")
