@@ -74,6 +74,9 @@ def test_reaching_one_device_from_all_is_not_enough_where_devices_do_not_forward
         links=[Link(src=a, dst=b, alpha_us=0, gb_per_s=1) for a, b in ends],
     )
     assert line.unreachable() == (0, 2)
+    src, dst, choice = np.array([0], np.int32), np.array([2], np.int32), np.array([0], np.int64)
+    with pytest.raises(InvalidInput, match="no route from a to c; there is one through other devices, with devices_fo"):
+        line.route_table(src, dst, choice)
 
 
 def test_route_table_names_devices_and_channels_without_a_route() -> None:

@@ -347,8 +347,20 @@ class Cluster:
         if len(empty):
             a, b = int(src[empty[0]]), int(dst[empty[0]])
             over = f" over channels {', '.join(sorted(channels))}" if channels is not None else ""
-            raise InvalidInput(f"cluster {self.name}: no route from {self.node_names[a]} to {self.node_names[b]}{over}")
+            names = f"{self.node_names[a]} to {self.node_names[b]}"
+            raise InvalidInput(
+                f"cluster {self.name}: no route from {names}{over}{self._if_devices_forward(a, b, channels)}"
+            )
         return ptr, links
+
+    def _if_devices_forward(self, src: int, dst: int, channels: Iterable[str] | None) -> str:
+        """What to do about two nodes without a route, if other devices could pass traffic on between them."""
+        if self.devices_forward:
+            return ""
+        forwarding = replace(self, devices_forward=True)
+        if not forwarding._router(channels).count_paths(src, dst, LARGE_MESSAGE):
+            return ""
+        return "; there is one through other devices, with devices_forward=true (as NCCL's PXN over rails)"
 
     def route_classes(
         self,

@@ -203,7 +203,10 @@ def options(
 
 
 def _not_carried(op: Op, cluster: Cluster) -> Infeasible:
-    return Infeasible(f"comm-op {op.name}: no channels of {cluster.name} carry it")
+    more, apart = "", not cluster.devices_forward and cluster.unreachable() is not None
+    if apart and replace(cluster, devices_forward=True).unreachable() is None:
+        more = "; they do if devices pass traffic on (devices_forward=true, as NCCL's PXN over rails)"
+    return Infeasible(f"comm-op {op.name}: no channels of {cluster.name} carry it{more}")
 
 
 def _sources(found: Sequence[Sequence[Option]], cluster: Cluster, costs: CostModel) -> tuple[str, tuple[str, ...]]:
