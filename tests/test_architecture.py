@@ -161,6 +161,22 @@ def test_importing_the_package_loads_none_of_its_rooms() -> None:
     assert out.stdout.split() == ["['stretto.moved']", "False"], "and what finds old paths"
 
 
+def test_simulating_loads_no_solvers_readers_or_presets() -> None:
+    code = """
+import stretto as st, sys
+from stretto.cluster.grid import regular
+from stretto.programs import Program
+from stretto.simulator import simulate
+simulate(st.algorithm("ring", "all_gather", 4), regular("four", [st.Dimension(kind="ring", size=4)]), nbytes=1e6)
+unwanted = ("simulator.bounds", "simulator.priced", "cluster.files", "cluster.presets", "collectives.files")
+print([name for name in (*unwanted, "programs.lower", "solvers") if f"stretto.{name}" in sys.modules])
+from stretto.simulator import Bound, Runtime, lower_bound
+print(Bound.__module__, st.Cluster.preset("dgx_h100").num_devices, st.simulator.bounds.lower_bound is lower_bound)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["[]", "stretto.simulator.bounds.lower", "8", "True"]
+
+
 def test_every_name_of_the_package_can_be_loaded() -> None:
     assert all(getattr(stretto, name) is not None for name in stretto.__all__)
     assert set(stretto.__all__) <= set(dir(stretto))
