@@ -93,7 +93,22 @@ void Evaluator::choose(const int32_t* choice, bool serial) {
   serial_ = serial;
   if (!choice_.empty() && std::equal(choice_.begin(), choice_.end(), choice)) return;
   choice_.assign(choice, choice + p_.num_ops);
+  const bool carries = n_ > kFew && (int32_t)walk_.size() == n_;
+  if (carries) old_op_ = op, old_first_ = first_, old_end_ = end_;
   build();
+  if (carries) carry_walk();
+}
+
+// Nodes of the choice before become those of this one, so that the walk is sorted but for the ops that changed.
+void Evaluator::carry_walk() {
+  merged_.clear();
+  for (int32_t v : walk_) {
+    int32_t o = old_op_[v], to = first_[o] + v - old_first_[o];
+    if (old_end_[o] - old_first_[o] == end_[o] - first_[o]) merged_.push_back(to);
+    else if (to == first_[o])
+      for (; to <= end_[o]; to++) merged_.push_back(to);
+  }
+  walk_.swap(merged_);
 }
 
 // Nodes are numbered so that a wait inside an iteration is always for a smaller number.
@@ -324,7 +339,24 @@ void Evaluator::sort_walk(const std::vector<double>& key) {
     walk_.resize(n_);
     for (int32_t v = 0; v < n_; v++) walk_[v] = v;
   }
-  if (n_ > kFew) return std::sort(walk_.begin(), walk_.end(), before);
+  if (n_ > kFew) {
+    // Of two neighbors in the wrong order either may be the one that moved: both are taken out, sorted and put back.
+    moved_.clear();
+    int32_t kept = 0, k = 0;
+    for (; k < n_ && (int32_t)moved_.size() <= n_ / 8; k++) {
+      int32_t v = walk_[k];
+      if (kept > 0 && before(v, walk_[kept - 1])) moved_.push_back(walk_[--kept]), moved_.push_back(v);
+      else walk_[kept++] = v;
+    }
+    if (k < n_) {
+      std::copy(moved_.begin(), moved_.end(), walk_.begin() + kept);
+      return std::sort(walk_.begin(), walk_.end(), before);
+    }
+    std::sort(moved_.begin(), moved_.end(), before);
+    merged_.resize(n_);
+    std::merge(walk_.begin(), walk_.begin() + kept, moved_.begin(), moved_.end(), merged_.begin(), before);
+    return walk_.swap(merged_);
+  }
   for (int32_t k = 1; k < n_; k++) {
     int32_t v = walk_[k], at = k;
     for (; at > 0 && before(v, walk_[at - 1]); at--) walk_[at] = walk_[at - 1];
@@ -403,9 +435,49 @@ void Evaluator::order_edges() {
 
 bool Evaluator::find_cycle() { return circle_of_parents(n_, parent_, mark_, critical); }
 
+// If the circle is one of waits of this order, the period is at least its ratio.
+void Evaluator::begin_at(const std::vector<PlaceOfNode>& circle, const std::vector<int32_t>& lags) {
+  const size_t count = circle.size();
+  std::vector<int32_t>& nodes = merged_;
+  nodes.clear();
+  for (const PlaceOfNode& at : circle) {
+    int32_t v = at.local == kJoin ? end_[at.op] : first_[at.op] + std::max(at.local, 0);
+    if (v > end_[at.op] || local[v] != at.local) return;
+    nodes.push_back(v);
+  }
+  double length = 0;
+  int64_t lag = 0;
+  for (size_t k = 0; k < count; k++) {
+    int32_t v = nodes[k], u = nodes[(k + 1) % count];
+    double longest = -1;
+    auto look = [&](const Edge& e) {
+      if (e.node == u && e.lag == lags[k]) longest = std::max(longest, e.us);
+    };
+    for (int64_t e = in_ptr_[v]; e < in_ptr_[v + 1]; e++) look(in_[e]);
+    for (int64_t e = more_begin_[v]; e < more_end_[v]; e++) look(more_[e]);
+    if (longest < 0) return;
+    length += longest, lag += lags[k];
+  }
+  if (lag <= 0 || !(length / (double)lag > value)) return;
+  value = length / (double)lag, critical = nodes, critical_lag = lags;
+}
+
+void Evaluator::walk_by_waits() {
+  if (n_ < kMany) return;
+  order_edges();
+  std::vector<int64_t> ptr{0};
+  std::vector<Edge> all;
+  for (int32_t v = 0; v < n_; v++) {
+    all.insert(all.end(), in_.begin() + in_ptr_[v], in_.begin() + in_ptr_[v + 1]);
+    all.insert(all.end(), more_.begin() + more_begin_[v], more_.begin() + more_end_[v]);
+    ptr.push_back((int64_t)all.size());
+  }
+  walk_ = by_waits(n_, ptr, all);
+}
+
 // Raises the period from the busiest resource's load to the ratio of a circle that does not fit, until all fit; then
 // `time` holds the earliest starts that repeat with it.
-Outcome Evaluator::period(double limit) {
+Outcome Evaluator::period(double limit, const std::vector<PlaceOfNode>* circle, const std::vector<int32_t>* lags) {
   order_edges();
   value = p_.stream_load;
   critical.clear(), critical_lag.clear();
@@ -416,6 +488,9 @@ Outcome Evaluator::period(double limit) {
   if (full >= 0)
     for (int32_t v : sequence)
       if (mask(v)[full / 64] >> (full % 64) & 1) critical.push_back(v);
+  if (circle != nullptr) begin_at(*circle, *lags);
+  else if (n_ >= kMany && !circle_lag_.empty()) begin_at(circle_, circle_lag_);
+  if (value > limit) return Outcome::above_limit;
   parent_.resize(n_), parent_lag_.resize(n_), parent_us_.resize(n_);
   std::vector<double>& x = time;
   while (true) {
@@ -456,6 +531,10 @@ Outcome Evaluator::period(double limit) {
   }
   double from = x[first_[p_.anchor]];
   for (int32_t v = 0; v < n_; v++) x[v] -= from;
+  if (n_ >= kMany && !critical_lag.empty()) {
+    circle_.clear(), circle_lag_ = critical_lag;
+    for (int32_t v : critical) circle_.push_back(place_of(v));
+  }
   return Outcome::found;
 }
 

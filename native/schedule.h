@@ -19,6 +19,11 @@ struct Edge {
   double us = 0;
 };
 
+// A node by what it is part of: -1 for a compute-op, -2 for the join of an op's tasks, else the task's position.
+struct PlaceOfNode {
+  int32_t op, local;
+};
+
 // A resource that a task gives back before it ends, and after what time.
 struct PartHold {
   int32_t bit;
@@ -80,8 +85,10 @@ class Evaluator {
   void order_by(const std::vector<double>& key, double period);
   // Periodic order in program order, everything in its own iteration.
   void program_order();
-  // The steady-state period of the periodic order; gives up above the limit.
-  Outcome period(double limit = std::numeric_limits<double>::infinity());
+  // The steady-state period of the periodic order; gives up above the limit. A circle of another order, with the lag of
+  // each of its waits, is where to begin if it is one of this order too; on large steps that of the last call.
+  Outcome period(double limit = std::numeric_limits<double>::infinity(),
+                 const std::vector<PlaceOfNode>* circle = nullptr, const std::vector<int32_t>* lags = nullptr);
   // All of list, extract and period; where the extracted order cannot be repeated, the unshifted one.
   double evaluate(int32_t iterations, Discipline discipline, const double* key_of_node, double key_per_iteration);
 
@@ -97,6 +104,9 @@ class Evaluator {
   int32_t node_of(int32_t op, int32_t task) const { return first_[op] + task; }
   double listed_start(int32_t iteration, int32_t v) const { return start_[(size_t)iteration * n_ + v]; }
   bool is_task(int32_t v) const { return task_[v] >= 0; }
+  PlaceOfNode place_of(int32_t v) const { return {op[v], local[v]}; }
+  // Walks the nodes of a large step in the order of all their waits, for an order that was given from outside.
+  void walk_by_waits();
   const Problem& problem() const { return p_; }
 
   // By node; of the last call that has it as its result.
@@ -114,6 +124,8 @@ class Evaluator {
   void build();
   void order_edges();
   void sort_walk(const std::vector<double>& key);
+  void carry_walk();
+  void begin_at(const std::vector<PlaceOfNode>& circle, const std::vector<int32_t>& lags);
   bool find_cycle();
   void sort_lines();
   bool lines_keep_order();
@@ -134,6 +146,9 @@ class Evaluator {
   std::vector<int32_t> choice_;
   std::vector<int64_t> task_;                      // by node, global task or -1
   std::vector<int32_t> first_, end_;               // by op: first task's node, node that ends it
+  std::vector<PlaceOfNode> circle_;                // of the last period() that was found, with its lags
+  std::vector<int32_t> circle_lag_;
+  std::vector<int32_t> old_op_, old_first_, old_end_, moved_;  // of the choice before; sort_walk
   std::vector<int64_t> in_ptr_, out_ptr_;
   std::vector<Edge> in_, out_;
   std::vector<int32_t> fill_;

@@ -224,6 +224,7 @@ nb::object replay(ScheduleObject& self, In<int32_t> choice, In<int32_t> order, I
     e.sequence[k] = node[t];
     e.shift[node[k]] = shift.data()[k];
   }
+  e.walk_by_waits();
   std::vector<int32_t> circle = e.deadlock(), circle_op, circle_behind;
   for (size_t k = 0; k < circle.size(); k++) {
     circle_op.push_back(e.op[circle[k]]);
@@ -233,7 +234,7 @@ nb::object replay(ScheduleObject& self, In<int32_t> choice, In<int32_t> order, I
   std::vector<int32_t> critical_op, critical_task;
   if (circle.empty()) {
     e.period();
-    ends = e.cold(iterations);
+    if (iterations > 0) ends = e.cold(iterations);
     for (int32_t op = 0; op < self.problem.num_ops; op++)
       op_start.push_back(self.problem.comm[op] ? 0.0 : e.time[e.node_of(op, 0)]);
     for (int32_t v : node) task_start.push_back(e.time[v]);

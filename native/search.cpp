@@ -8,7 +8,8 @@
 namespace stretto::sched {
 namespace {
 constexpr double kNudge = 1e-6;  // of the period: just before or after
-constexpr int32_t kMany = 4000;  // ops from which repeated ones are changed together
+constexpr int32_t kMany = 4000;  // ops from which list schedules are rare
+constexpr double kListed = 0.4, kAnew = 0.06, kRare = 0.1;  // how often a move is scheduled anew, and on large steps
 }
 
 Chain::Chain(const Problem& problem, const Settings& settings, uint64_t seed, double beta)
@@ -17,10 +18,10 @@ Chain::Chain(const Problem& problem, const Settings& settings, uint64_t seed, do
     if (p_.comm[op]) comm_.push_back(op);
     if (p_.options(op) > 1) movable_.push_back(op);
   }
-  if (p_.num_ops >= kMany) find_alike();
+  find_alike();
 }
 
-// Ops with the same numbers of tasks and the same times in all options: micro-batches, and stages that are alike.
+// Ops with the same numbers of tasks and the same times in all options: layers, micro-batches, and stages that are alike.
 void Chain::find_alike() {
   std::map<std::vector<double>, int32_t> known;
   std::vector<int32_t> of_set(p_.option_ptr.size(), -1);
@@ -55,6 +56,27 @@ void Chain::load_keys(const State& state, std::vector<double>& key) {
   }
 }
 
+// A move changes a few ops of a large step: to copy all keys would take longer than to judge it.
+void Chain::begin_move() {
+  if (!same_) {
+    next_ = now_, same_ = true;
+  } else {
+    for (int32_t op : touched_) {
+      next_.choice[op] = now_.choice[op], next_.op_key[op] = now_.op_key[op];
+      std::copy(&now_.task_key[p_.slot_ptr[op]], &now_.task_key[p_.slot_ptr[op + 1]], &next_.task_key[p_.slot_ptr[op]]);
+    }
+  }
+  touched_.clear();
+}
+
+// The move is accepted. Keys of tasks that the chosen option does not have are never read.
+void Chain::end_move() {
+  for (int32_t op : touched_) now_.choice[op] = next_.choice[op];
+  touched_.clear();
+  take(now_);
+  for (int32_t v = 0; v < eval_.nodes(); v++) key(next_, v) = eval_.time[v];
+}
+
 // Keeps what the evaluator has just found.
 bool Chain::take(State& state) {
   state.cost = eval_.value;
@@ -62,6 +84,8 @@ bool Chain::take(State& state) {
   for (int32_t v = 0; v < eval_.nodes(); v++) key(state, v) = eval_.time[v];
   state.sequence = eval_.sequence, state.shift = eval_.shift;
   state.critical = eval_.critical, state.lag = eval_.critical_lag;
+  state.circle.clear();
+  for (int32_t v : state.critical) state.circle.push_back(eval_.place_of(v));
   state.held.clear();
   for (size_t k = 0; k < state.lag.size(); k++)
     state.held.push_back(eval_.ordered_after(state.critical[k], state.critical[(k + 1) % state.critical.size()]));
@@ -122,21 +146,22 @@ bool Chain::shifts_fit() const {
 // Whether to accept is decided before the cost is known: then most bad moves are given up early.
 bool Chain::step_joint(double scale) {
   double limit = now_.cost - std::log(std::max(random_.unit(), 1e-300)) * scale / beta_;
-  eval_.choose(now_.choice.data(), s_.serial);
-  next_ = now_;
+  begin_move();
+  const bool large = p_.num_ops >= kMany;
   bool listed = false;
   double kind = random_.unit();
+  if (kind >= 0.35) eval_.choose(now_.choice.data(), s_.serial);
   if (kind < 0.35) {
     if (!change_option(next_)) return false;
     if (random_.chance(0.3)) change_option(next_);
-    listed = random_.chance(0.4);
+    listed = random_.chance(large ? kRare * kListed : kListed);
   } else if (kind < 0.7) {
     if (!reverse_wait(next_) && !jump(next_, pick_op())) return false;
   } else if (kind < 0.83) {
     if (!jump(next_, pick_op())) return false;
   } else if (kind < 0.90) {
     if (!slide(next_, pick_op())) return false;
-  } else if (kind < 0.94) {
+  } else if (kind < (large ? 1 - kRare * kAnew : 1 - kAnew)) {
     if (!exchange(next_)) return false;
   } else {
     listed = true;
@@ -161,13 +186,14 @@ bool Chain::step_joint(double scale) {
   } else {
     eval_.order_by(key_, now_.cost);
   }
-  if (!shifts_fit() || eval_.period(limit) != Outcome::found) return false;
+  // The circle that sets the period now mostly does so after the move, too: to begin there saves most passes.
+  const std::vector<PlaceOfNode>* known = large && !now_.lag.empty() ? &now_.circle : nullptr;
+  if (!shifts_fit() || eval_.period(limit, known, &now_.lag) != Outcome::found) return false;
   bool better = eval_.value < best_.cost * (1 - 1e-12);
   // Waiting without any duration in it has no positive length, so the period alone does not notice it.
   if (better && !eval_.deadlock().empty()) return false;
   accepted++;
-  take(next_);
-  std::swap(now_, next_);
+  end_move();
   if (better) best_ = now_;
   return better;
 }
@@ -176,8 +202,8 @@ bool Chain::step_joint(double scale) {
 int32_t Chain::pick_op() {
   if (!now_.critical.empty() && random_.chance(0.6)) {
     found_.clear();
-    for (int32_t v : now_.critical)
-      if (eval_.is_task(v)) found_.push_back(eval_.op[v]);
+    for (const PlaceOfNode& at : now_.circle)
+      if (at.local >= 0) found_.push_back(at.op);
     if (!found_.empty()) return found_[random_.below((int64_t)found_.size())];
   }
   return any_op();
@@ -191,8 +217,9 @@ bool Chain::change_option(State& next) {
   int32_t old = next.choice[op], to = random_.below(p_.options(op) - 1);
   to += to >= old;
   set_option(next, op, to);
-  if (!alike_.empty() && random_.chance(0.3)) {
-    // All micro-batches at these places, or in all stages alike, change together.
+  if (alike_[alike_of_[op]].size() > 1 && random_.chance(0.3)) {
+    // All layers or micro-batches at these places, or in all stages alike, change together: some options pay only if
+    // others take them too.
     bool everywhere = random_.chance(0.5);
     for (int32_t other : alike_[alike_of_[op]])
       if (next.choice[other] != to && (everywhere || p_.set[other] == p_.set[op])) set_option(next, other, to);
@@ -201,6 +228,7 @@ bool Chain::change_option(State& next) {
 }
 
 void Chain::set_option(State& next, int32_t op, int32_t to) {
+  touch(op);
   int32_t old = next.choice[op];
   double* key = &next.task_key[p_.slot_ptr[op]];
   auto [low, high] = std::minmax_element(key, key + p_.tasks(op, old));
@@ -227,6 +255,7 @@ bool Chain::reverse_wait(State& next) {
     u = now_.critical[k];
   }
   if (u == v) return false;
+  touch(eval_.op[u]), touch(eval_.op[v]);
   double there = key(next, u) - (double)lag * now_.cost, here = key(next, v), nudge = kNudge * now_.cost;
   if (random_.chance(0.3)) {
     key(next, u) = here + (double)lag * now_.cost + nudge;  // what was waited for comes afterwards
@@ -248,6 +277,7 @@ bool Chain::jump(State& next, int32_t op) {
   int32_t v = eval_.node_of(op, random_.below(p_.tasks(op, next.choice[op])));
   int32_t u = eval_.node_of(other, random_.below(p_.tasks(other, next.choice[other])));
   if (u == v || now_.cost <= 0) return false;
+  touch(op);
   double& mine = key(next, v);
   double there = key(next, u);
   there += std::round((mine - there) / now_.cost + 0.5 * (random_.unit() - 0.5)) * now_.cost;
@@ -259,6 +289,7 @@ bool Chain::jump(State& next, int32_t op) {
 bool Chain::exchange(State& next) {
   int32_t a = pick_op(), b = any_op();
   if (a == b) return false;
+  touch(a), touch(b);
   double *of_a = &next.task_key[p_.slot_ptr[a]], *of_b = &next.task_key[p_.slot_ptr[b]];
   double by = of_b[0] - of_a[0];
   by -= std::round(by / now_.cost) * now_.cost;
@@ -271,6 +302,7 @@ bool Chain::exchange(State& next) {
 bool Chain::slide(State& next, int32_t op) {
   int32_t count = p_.tasks(op, next.choice[op]);
   double by = random_.chance(0.3) ? (random_.chance(0.5) ? 1.0 : -1.0) : random_.unit() - 0.5;
+  touch(op);
   double* all = &next.task_key[p_.slot_ptr[op]];
   for (int32_t t = 0; t < count; t++) all[t] += by * now_.cost;
   return true;

@@ -34,6 +34,7 @@ struct State {
   std::vector<int32_t> sequence, shift;   // the order itself, as Evaluator has it
   std::vector<int32_t> critical, lag;     // nodes of the circle that sets the cost, as Evaluator has them
   std::vector<uint8_t> held;              // whether that wait is one for a channel
+  std::vector<PlaceOfNode> circle;        // the same nodes whatever other ops have chosen
   double cost = std::numeric_limits<double>::infinity();
 };
 
@@ -50,7 +51,9 @@ class Chain {
  public:
   Chain(const Problem& problem, const Settings& settings, uint64_t seed, double beta);
 
-  void start(const State& state) { now_ = best_ = state; }
+  void start(const State& state) { now_ = best_ = state, same_ = false; }
+  // Whoever changes `now_` from outside says so.
+  void changed() { same_ = false; }
   bool steps(int32_t count, double scale);  // whether a better plan was found
 
   // The state of a given periodic order (`order` and `shift` by position in the order), or of a list schedule.
@@ -66,6 +69,9 @@ class Chain {
   bool step_options(double scale);
   bool step_joint(double scale);
   bool take(State& state);
+  void begin_move();
+  void end_move();
+  void touch(int32_t op) { touched_.push_back(op); }
   void load_keys(const State& state, std::vector<double>& key);
   int32_t any_op() { return comm_[random_.below((int64_t)comm_.size())]; }
   int32_t pick_op();
@@ -83,9 +89,11 @@ class Chain {
   const Settings& s_;
   Random random_;
   Evaluator eval_;
-  State next_;
+  State next_;                                 // as `now_`, but for the ops that a move has touched
+  bool same_ = false;                          // whether that is so
+  std::vector<int32_t> touched_;
   std::vector<int32_t> movable_, comm_;   // ops with several options; all comm-ops
-  std::vector<int32_t> alike_of_;              // per op: its class of ops with equal options; empty on small steps
+  std::vector<int32_t> alike_of_;              // per op: its class of ops with equal options
   std::vector<std::vector<int32_t>> alike_;    // the ops of each class
   std::vector<double> key_;
   std::vector<int32_t> found_;

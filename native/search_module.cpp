@@ -120,10 +120,12 @@ class Search {
     for (size_t c = chains_.size(); c-- > 1;) {
       Chain &cold = *chains_[c - 1], &hot = *chains_[c];
       double gain = (cold.beta_ - hot.beta_) * (cold.now_.cost - hot.now_.cost) / scale_;
-      if (random_.unit() < std::exp(std::min(gain, 0.0))) std::swap(cold.now_, hot.now_);
+      if (random_.unit() < std::exp(std::min(gain, 0.0))) std::swap(cold.now_, hot.now_), cold.changed(), hot.changed();
     }
     // Now and then one chain goes on from the best plan.
-    if (s_.joint && round_ % 32 == 0) chains_[random_.below((int64_t)chains_.size())]->now_ = State(best());
+    if (!s_.joint || round_ % 32) return;
+    Chain& chain = *chains_[random_.below((int64_t)chains_.size())];
+    chain.now_ = State(best()), chain.changed();
   }
 
   const Problem& p_;

@@ -174,3 +174,13 @@ def test_a_spent_budget_leaves_the_default_options_and_one_schedule_of_each_syst
     assert any("for want of time" in note for note in found.problem.notes)
     assert set(found.baselines_us) == set(BASELINES)
     assert found.plan.retimed_us > 0
+
+
+def test_systems_without_time_are_left_out_of_a_large_step_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baselines, "REDUCE_FROM", 10)
+    monkeypatch.setattr(api, "BASELINES_SHARE", 0.0)
+    step, cluster = Workload.load(GPT), Cluster.load("dgx_h100:4")
+    found = api.plan(step, cluster, budget_s=0.5, systems=("p3", "syndicate", "fifo"))
+    assert list(found.baselines_us) == ["fifo"], "the first in the order of urgency is always there"
+    assert "not compared with p3, syndicate, for want of time" in found.plan.notes
+    assert list(api.plan(step, cluster, steps=20, systems=("p3", "fifo")).baselines_us) == ["p3", "fifo"]

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +20,7 @@ from ..units import check_seed
 from ..workload import Workload
 from .algebra.options import problem as make_problem
 from .algebra.recipes import library
-from .baselines import BASELINES, Effort, Systems
+from .baselines import BASELINES, REDUCE_FROM, Effort, Systems
 from .candidates import with_retiming
 from .costs.costs import CostModel, SimulatedCosts, simulated_costs
 from .costs.providers import providers_for
@@ -41,6 +43,10 @@ BASELINES_SHARE = 0.3
 """The share of the time that is then left for the baselines, which share it evenly; the rest is the search's."""
 JUDGING_SHARE = 0.1
 """The share of the budget at its end in which candidates are re-timed."""
+WRITING_TIMES = 3.0
+"""To write out, check and re-time the plan of a large step takes so many times as long as to make its smaller one."""
+URGENT = ("fifo", "syndicate", "s_exec", "s_sched", "nccl_ring", "nccl_tree", "bytescheduler+", "hand_optimised")
+"""The order in which systems are scheduled on a large step, where there may be no time for all; then the others."""
 TEXT_CHARS = 40
 """Characters that one transfer takes as text, roughly."""
 Progress = Callable[[str, float], None]
@@ -161,6 +167,16 @@ def plan(
         Infeasible: a comm-op cannot be carried by the cluster's channels, or no order can be fed by the application.
     """
     _check(workload, budget_s, steps, seed, systems, least_gain)
+    with collecting_less(len(workload.ops)):
+        return _plan(
+            workload, cluster, budget_s, steps, seed, costs, synthesis_s, systems, retime, least_gain, progress
+        )
+
+
+def _plan(
+    workload: Workload, cluster: Cluster, budget_s: float, steps: int | None, seed: int, costs: CostModel | None,
+    synthesis_s: float, systems: tuple[str, ...], retime: bool, least_gain: float, progress: Progress | None,
+) -> PlanResult:  # fmt: skip
     tell = progress or (lambda message, fraction: None)
     time_left = _Budget(budget_s, limited=steps is None)
     model = costs
@@ -173,13 +189,15 @@ def plan(
         progress=lambda share: tell("costing options", share),
     )  # fmt: skip
     compared = Systems(problem)
+    writing_s = time_left.reserve(compared)
     schedules = _baselines(compared, systems, time_left, steps, seed, tell)
     starts = {**schedules, PLAIN: compared.plain}
     found = search(
-        compared.own, budget_s=time_left.seconds(1 - JUDGING_SHARE, least_s=LEAST_SEARCH_S), steps=steps, seed=seed,
+        compared.own, budget_s=time_left.for_search(), steps=steps, seed=seed,
         start=tuple(starts.values()), progress=lambda state: tell(_words(state), _fraction(state, steps)),
     )  # fmt: skip
-    judge = PlanJudge(compared=compared, cluster=cluster, costs=model, until=time_left.until(1.0) or float("inf"))
+    until = (time_left.until(1.0) or float("inf")) - writing_s
+    judge = PlanJudge(compared=compared, cluster=cluster, costs=model, until=until)
     if retime:
         tell("re-timing link by link", 0.0)
     name, best, link_level_us, notes = judge.chosen(found, starts, retime, least_gain, steps)
@@ -214,19 +232,49 @@ def _check(
         raise InvalidInput(f"workload {workload.name}: has no comm-ops, so there is nothing to plan")
 
 
+@contextmanager
+def collecting_less(num_ops: int) -> Iterator[None]:
+    """Keeps Python from looking for garbage among the millions of objects of a large step, which makes none to speak
+    of: that takes a fifth of the time.
+    """
+    stops = num_ops > REDUCE_FROM and gc.isenabled()
+    if stops:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if stops:
+            gc.enable()
+
+
 class _Budget:
     """The time of a planning run; without a limit (a number of steps was asked for) there is always time."""
 
     def __init__(self, budget_s: float, *, limited: bool) -> None:
-        self._begun, self._budget_s, self._limited = time.monotonic(), budget_s, limited
+        self._begun, self._budget_s, self.limited = time.monotonic(), budget_s, limited
+        self._judging_s = JUDGING_SHARE * budget_s
 
     def until(self, share: float) -> float | None:
         """The moment at which this share of the budget is spent; None without a limit."""
-        return self._begun + share * self._budget_s if self._limited else None
+        return self._begun + share * self._budget_s if self.limited else None
 
     def seconds(self, share: float, *, least_s: float = 1e-3) -> float:
         """Seconds until this share of the budget is spent; at least a few."""
         return max(self._begun + share * self._budget_s - time.monotonic(), least_s)
+
+    def reserve(self, compared: Systems) -> float:
+        """Seconds to keep for writing out the plan of a large step, told by how long it took to make it smaller."""
+        if not compared.reduces:
+            return 0.0
+        begun = time.monotonic()
+        _ = compared.own
+        writing_s = WRITING_TIMES * (time.monotonic() - begun)
+        self._judging_s += writing_s
+        return writing_s
+
+    def for_search(self) -> float:
+        """Seconds until candidates have to be judged."""
+        return max(self.seconds(1.0) - self._judging_s, LEAST_SEARCH_S)
 
 
 def _baselines(
@@ -237,14 +285,21 @@ def _baselines(
     shares = max(
         len(systems) + 2 * ("hand_optimised" in systems) - len({"nccl_ring", "nccl_tree"}.intersection(systems)), 1
     )
-    effort = Effort(budget_s=BASELINES_SHARE * time_left.seconds(1.0) / shares, seed=seed)
+    all_s = BASELINES_SHARE * time_left.for_search()
+    effort = Effort(budget_s=all_s / shares, seed=seed)
     if steps is not None:
         effort = replace(effort, evaluations=steps, budget_s=float("inf"))
+    until = time.monotonic() + all_s if compared.reduces and time_left.limited else float("inf")
+    order = sorted(systems, key=lambda name: [*URGENT, *systems].index(name)) if until < float("inf") else systems
     schedules: dict[str, StepSchedule] = {}
-    for number, name in enumerate(systems):
+    for number, name in enumerate(order):
         tell(name, number / len(systems))
-        schedules[name] = compared.schedule(name, effort)
-    return schedules
+        if number == 0 or time.monotonic() < until:
+            schedules[name] = compared.schedule(name, effort)
+    left_out = [name for name in systems if name not in schedules]
+    if left_out:
+        compared.notes.append(f"not compared with {', '.join(left_out)}, for want of time")
+    return {name: schedules[name] for name in systems if name in schedules}
 
 
 def with_programs(plan: Plan, schedule: StepSchedule, problem: PlanProblem, costs: CostModel) -> Plan:

@@ -19,6 +19,7 @@ from ...workload import Op, Workload
 MAX_NODES = 1 << 22
 LATEST = 2
 """Iterations after which communication that no compute-op waits for must have ended."""
+_KEPT = "_planner_nodes"
 
 Wait = tuple[int, int]
 """A node, and the number of iterations by which it lies before."""
@@ -76,7 +77,15 @@ class Nodes:
 
 
 def nodes_of(workload: Workload) -> Nodes:
-    """The nodes of a workload."""
+    """The nodes of a workload, which are kept with it: of a large step they take a second to make."""
+    known = vars(workload)
+    if _KEPT not in known:
+        known[_KEPT] = _made(workload)
+    found: Nodes = known[_KEPT]
+    return found
+
+
+def _made(workload: Workload) -> Nodes:
     count = sum(1 if op.is_comm else len(at) for op, at in zip(workload.ops, workload.op_places, strict=True))
     if count > MAX_NODES:
         raise InvalidInput(

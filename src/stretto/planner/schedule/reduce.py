@@ -190,7 +190,7 @@ class ReducedStep:
         """
         choice, order, shift = self.expanded(schedule)
         try:
-            return whole.in_time_order(whole.replay(choice, order, shift, serial=schedule.serial))
+            return whole.settled(choice, *whole.numbered(choice, order, shift), serial=schedule.serial)
         except Infeasible:
             return whole.schedule(choice, serial=schedule.serial)
 
@@ -298,7 +298,9 @@ class _Graph:
         """For each pair of neighbors on the stream whether no long comm-op may hold up those between them."""
         ops, count = self._workload.ops, len(stream)
         exposed = {at for chain in chains for at in chain or ()}
-        channels = {c for at in exposed for motif in self._fixed.motifs(ops[at]) for c in motif.channels}
+        # Layers and micro-batches have the same options.
+        kinds = {id(self._problem.options[ops[at].name]): ops[at] for at in exposed}
+        channels = {c for op in kinds.values() for motif in self._fixed.motifs(op) for c in motif.channels}
         short_us = SHORT * sum(ops[at].duration_us for at in stream) / max(count, 1)
         position = {at: k for k, at in enumerate(stream)}
         held = np.zeros(2 * count + 1, np.int64)

@@ -80,15 +80,21 @@ def retime(
     meeting = _meeting(alone, cluster, simulator_of(model))
     if not meeting:
         first = [0] * len(schedule.choice)
-        again = Scheduler(alone).replay(first, schedule.order, schedule.shift, serial=schedule.serial)
-        return RetimedPlan(period_us=again.period_us)
+        us = Scheduler(alone).period_us(first, schedule.order, schedule.shift, serial=schedule.serial)
+        return RetimedPlan(period_us=us)
     return _Unrolled(schedule, alone, cluster, meeting).run()
 
 
 def _exact(schedule: StepSchedule, problem: PlanProblem, model: CostModel) -> PlanProblem:
     """The problem with the chosen options alone, and each motif with the cost of its exact size."""
     options: dict[str, tuple[Option, ...]] = {}
+    known: dict[tuple[int, int], tuple[Option, ...]] = {}
     for op, chosen in zip(problem.workload.comm_ops, schedule.choice, strict=True):
+        # Layers and micro-batches have the same options, and must go on doing so: what compiles them counts on it.
+        key = (id(problem.options[op.name]), chosen)
+        if key in known:
+            options[op.name] = known[key]
+            continue
         option = problem.options[op.name][chosen]
         tasks = tuple(
             task
@@ -100,7 +106,7 @@ def _exact(schedule: StepSchedule, problem: PlanProblem, model: CostModel) -> Pl
             )
             for task in option.tasks
         )
-        options[op.name] = (replace(option, tasks=tasks),)
+        options[op.name] = known[key] = (replace(option, tasks=tasks),)
     return replace(problem, options=options)
 
 

@@ -94,6 +94,19 @@ class StepSchedule:
         )
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Steady:
+    """The steady state of a periodic order as the native module gives it; tasks are numbered in program order."""
+
+    order: NDArray[np.int32]
+    shift: NDArray[np.int32]
+    period_us: float
+    first_us: float
+    op_start: NDArray[np.float64]
+    task_start: NDArray[np.float64]
+    critical: tuple[tuple[int, int], ...]
+
+
 class Scheduler:
     """A problem compiled once, so that each of its schedules takes microseconds."""
 
@@ -103,7 +116,8 @@ class Scheduler:
         self._comm = [at for at, op in enumerate(workload.ops) if op.is_comm]
         self._options = [problem.options[op.name] for op in workload.comm_ops]
         self.nodes = nodes_of(workload)
-        self._comm_nodes = [node for node, place in enumerate(self.nodes.place) if place < 0]
+        self._node_place = np.array(self.nodes.place, np.int32)
+        self._comm_nodes = np.flatnonzero(self._node_place < 0)
         self.native = _compile(problem, self.nodes)
         self._bounds: dict[bool, PeriodBound] = {}
 
@@ -196,9 +210,7 @@ class Scheduler:
         """
         arguments = self._arguments(choice, discipline, priority, serial, iterations)
         _, order, shift = self.native.schedule(*arguments)
-        tasks = self.tasks(choice)
-        found = self.replay(choice, [tasks[k] for k in order], [int(shift[k]) for k in order], serial=serial)
-        return self.in_time_order(found)
+        return self.settled(self.choice(choice), order, shift, serial=serial)
 
     def replay(
         self, choice: Choice, order: Sequence[tuple[int, int]], shift: Sequence[int], *, serial: bool = False
@@ -219,71 +231,129 @@ class Scheduler:
             Infeasible: tasks of the order wait for each other in a circle.
         """
         choice = self.choice(choice)
-        tasks = self.tasks(choice)
-        flat = {task: at for at, task in enumerate(tasks)}
-        if len(order) != len(shift) or sorted(order) != list(tasks):
-            raise InvalidInput(f"order: must name each of the {len(tasks)} tasks once, with a shift for each")
-        if any(abs(s) > MAX_ITERATIONS for s in shift):
+        return self._view(choice, self._steady(choice, *self.numbered(choice, order, shift), serial), serial)
+
+    def numbered(
+        self, choice: tuple[int, ...], order: Sequence[tuple[int, int]], shift: Sequence[int]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """An order as numbers of the choice's tasks in program order, and the shift of each task, for `settled`.
+
+        Args:
+            choice: the option of every comm-op in program order.
+            order: every (op, task) pair of the choice once.
+            shift: for each of them the number of iterations by which it runs ahead.
+
+        Returns:
+            The order, and the shifts by task.
+
+        Raises:
+            InvalidInput: order or shift do not fit the choice.
+        """
+        flat = {task: at for at, task in enumerate(self.tasks(choice))}
+        numbers = np.array([flat.get(task, -1) for task in order], np.int32)
+        fits = len(order) == len(shift) == len(flat) and (np.sort(numbers) == np.arange(len(flat))).all()
+        if not fits:
+            raise InvalidInput(f"order: must name each of the {len(flat)} tasks once, with a shift for each")
+        of_task = np.zeros(len(flat), np.int32)
+        of_task[numbers] = shift
+        return numbers, of_task
+
+    def period_us(
+        self, choice: Choice, order: Sequence[tuple[int, int]], shift: Sequence[int], *, serial: bool = False
+    ) -> float:
+        """The period of `replay` alone, without the schedule.
+
+        Args:
+            choice: the option of every comm-op.
+            order: every (op, task) pair of the choice once.
+            shift: for each of them the number of iterations by which it runs ahead.
+            serial: whether a place runs one task of a collective at a time.
+
+        Returns:
+            The period in microseconds.
+
+        Raises:
+            InvalidInput: order or shift do not fit the choice.
+            Infeasible: tasks of the order wait for each other in a circle.
+        """
+        choice = self.choice(choice)
+        return self._steady(choice, *self.numbered(choice, order, shift), serial, cold=False).period_us
+
+    def settled(
+        self, choice: tuple[int, ...], order: NDArray[np.int32], shift: NDArray[np.int32], *, serial: bool = False
+    ) -> StepSchedule:
+        """`in_time_order` of `replay`, for an order of numbers of tasks as the native module has it.
+
+        Args:
+            choice: the option of every comm-op in program order.
+            order: the number of each task of the choice in program order, once.
+            shift: by task in program order.
+            serial: whether a place runs one task of a collective at a time.
+
+        Returns:
+            The schedule.
+
+        Raises:
+            Infeasible: tasks of the order wait for each other in a circle.
+        """
+        first = self._steady(choice, order, shift, serial, cold=False)
+        window = _windows(first.task_start, first.period_us)
+        start = np.maximum(first.task_start - window * first.period_us, 0.0)
+        position = np.empty(len(order), np.int64)
+        position[order] = np.arange(len(order))
+        try:
+            again = self._steady(
+                choice, np.lexsort((position, start)).astype(np.int32), (-window).astype(np.int32), serial
+            )
+        except Infeasible:  # tasks without duration may swap places at the cut
+            again = None
+        if again is None or again.period_us > first.period_us * (1 + SAME):
+            again = self._steady(choice, order, shift, serial)
+        return self._view(choice, again, serial)
+
+    def _steady(
+        self, choice: tuple[int, ...], order: NDArray[np.int32], shift: NDArray[np.int32], serial: bool, *,
+        cold: bool = True,
+    ) -> _Steady:  # fmt: skip
+        most = int(np.abs(shift).max(initial=0))
+        if most > MAX_ITERATIONS:
             raise InvalidInput(f"shift: must be within {MAX_ITERATIONS} iterations")
-        of_task = np.zeros(len(tasks), np.int32)
-        for task, s in zip(order, shift, strict=True):
-            of_task[flat[task]] = s
-        numbers = np.array([flat[task] for task in order], np.int32)
-        horizon = 2 + 2 * max((abs(s) for s in shift), default=0)
         period, op_start, task_start, ends, critical_op, critical_task, circle, behind = self.native.replay(
-            self._native_choice(choice), numbers, of_task, serial, horizon
+            self._native_choice(choice), order, shift, serial, 2 + 2 * most if cold else 0
         )
         if len(circle):
             raise Infeasible(self._deadlock(circle, behind))
-        return self._view(
-            choice,
-            tuple(order),
-            tuple(shift),
-            serial,
-            period,
-            float(ends[0]),
-            op_start,
-            task_start,
-            tuple(zip((self.nodes.op[node] for node in critical_op), critical_task.tolist(), strict=True)),
-        )
+        return _Steady(
+            order=order, shift=shift, period_us=period, first_us=float(ends[0]) if cold else 0.0, op_start=op_start,
+            task_start=task_start,
+            critical=tuple(zip((self.nodes.op[node] for node in critical_op), critical_task.tolist(), strict=True)),
+        )  # fmt: skip
 
-    def _view(
-        self,
-        choice: tuple[int, ...],
-        order: tuple[tuple[int, int], ...],
-        shift: tuple[int, ...],
-        serial: bool,
-        period: float,
-        first_us: float,
-        op_start: NDArray[np.float64],
-        task_start: NDArray[np.float64],
-        critical: tuple[tuple[int, int], ...],
-    ) -> StepSchedule:
-        workload = self.problem.workload
-        nodes = self.nodes
-        compute = [node for node, place in enumerate(nodes.place) if place >= 0]
+    def _view(self, choice: tuple[int, ...], found: _Steady, serial: bool) -> StepSchedule:
+        nodes, period = self.nodes, found.period_us
+        chosen = [o[k].tasks for o, k in zip(self._options, choice, strict=True)]
         tasks = self.tasks(choice)
-        chosen = {op: o[k] for op, o, k in zip(self._comm, self._options, choice, strict=True)}
-        ops = np.array([*(nodes.op[node] for node in compute), *(op for op, _ in tasks)], np.int32)
-        places = np.array([*(nodes.place[node] for node in compute), *([-1] * len(tasks))], np.int32)
-        parts = np.array([*([-1] * len(compute)), *(task for _, task in tasks)], np.int32)
-        start = np.concatenate([op_start[compute], task_start])
-        length = np.array([
-            *(nodes.us[node] for node in compute), *(chosen[op].tasks[t].duration_us for op, t in tasks)
-        ])  # fmt: skip
-        window = np.floor(start / period + SAME) if period > 0 else np.zeros(len(start))
+        compute = np.flatnonzero(self._node_place >= 0)
+        ops = np.concatenate([np.array(nodes.op, np.int32)[compute], np.array([op for op, _ in tasks], np.int32)])
+        places = np.concatenate([self._node_place[compute], np.full(len(tasks), -1, np.int32)])
+        parts = np.concatenate([np.full(len(compute), -1, np.int32), np.array([at for _, at in tasks], np.int32)])
+        start = np.concatenate([found.op_start[compute], found.task_start])
+        lasts = np.array([task.duration_us for of_op in chosen for task in of_op], np.float64)
+        length = np.concatenate([np.array(nodes.us, np.float64)[compute], lasts])
+        window = _windows(start, period)
         start = np.maximum(start - window * period, 0.0)
+        channels = [set(task.channels) for of_op in chosen for task in of_op]
+        listed = found.order.tolist()
+        seq = _sequence(start[len(compute) :][found.order].tolist(), [channels[k] for k in listed], period)
         sort = np.lexsort((places, ops, start))
         ops, parts, places, window = ops[sort], parts[sort], places[sort], window[sort]
         start, end = start[sort], (start + length)[sort]
-        at = {(int(o), int(t)): float(s) for o, t, s in zip(ops, parts, start, strict=True)}
-        channels = {(op, t): set(chosen[op].tasks[t].channels) for op, t in tasks}
-        idle, exposed, gaps = _shares(workload, ops, places, start, end, period)
+        idle, exposed, gaps = _shares(self.problem.workload, ops, places, start, end, period)
         return StepSchedule(
-            choice=choice, order=order, shift=shift, seq=_sequence(order, at, channels, period), serial=serial,
-            period_us=period, first_us=first_us, op=ops, task=parts, place=places, iteration=(-window).astype(np.int32),
-            start_us=start, end_us=end, compute_idle=idle, exposed_us=exposed, comm_idle=gaps,
-            critical=critical,
+            choice=choice, order=tuple(tasks[k] for k in listed), shift=tuple(found.shift[found.order].tolist()),
+            seq=seq, serial=serial, period_us=period, first_us=found.first_us, op=ops, task=parts, place=places,
+            iteration=(-window).astype(np.int32), start_us=start, end_us=end, compute_idle=idle, exposed_us=exposed,
+            comm_idle=gaps, critical=found.critical,
         )  # fmt: skip
 
     def in_time_order(self, found: StepSchedule) -> StepSchedule:
@@ -397,21 +467,22 @@ def check_sequence(workload: Workload, sequence: Sequence[tuple[int, int]], shif
     )
 
 
-def _sequence(
-    order: Sequence[tuple[int, int]],
-    start: Mapping[tuple[int, int], float],
-    channels: Mapping[tuple[int, int], set[str]],
-    period: float,
-) -> tuple[int, ...]:
+def _windows(start: NDArray[np.float64], period: float) -> NDArray[np.float64]:
+    """How many periods each start lies after the start of the window."""
+    return np.floor(start / period + SAME) if period > 0 else np.zeros(len(start))
+
+
+def _sequence(starts: Sequence[float], channels: Sequence[set[str]], period: float) -> tuple[int, ...]:
+    """A number for each task in order; those that start together and share no channel have the same."""
     numbers: list[int] = []
     taken: set[str] = set()
     begun = 0.0
-    for task in order:
-        together = numbers and abs(start[task] - begun) <= SAME * period and taken.isdisjoint(channels[task])
+    for start, held in zip(starts, channels, strict=True):
+        together = numbers and abs(start - begun) <= SAME * period and taken.isdisjoint(held)
         if not together:
-            taken, begun = set(), start[task]
+            taken, begun = set(), start
         numbers.append((numbers[-1] + (not together)) if numbers else 0)
-        taken |= channels[task]
+        taken |= held
     return tuple(numbers)
 
 
@@ -506,7 +577,8 @@ def _compile(problem: PlanProblem, nodes: Nodes) -> _native.ScheduleProblem:
     ]
     dep_ptr, dep_op = _rows([[node for node, _ in row] for row in nodes.waits])
     _, dep_lag = _rows([[lag for _, lag in row] for row in nodes.waits])
-    stream_ptr, stream_ids = _rows([[stream] if stream >= 0 else [] for stream in nodes.stream])
+    streams = np.array(nodes.stream, np.int32)
+    stream_ptr, stream_ids = np.concatenate([[0], np.cumsum(streams >= 0)]), streams[streams >= 0]
     inner_ptr, inner = _rows([task.after for _, task in flat])
     held_ptr, held_ids = _rows([list(row) for row in held])
     serial_ptr, serial_ids = _rows(serial)

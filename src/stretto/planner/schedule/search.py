@@ -248,10 +248,7 @@ def _start(
 
 def _schedule(run: _native.ScheduleSearch, scheduler: Scheduler, serial: bool, chain: int) -> StepSchedule:
     _, chosen, order, shift = run.plan(chain)
-    choice = tuple(chosen[scheduler._comm_nodes].tolist())
-    tasks = scheduler.tasks(choice)
-    found = scheduler.replay(choice, [tasks[k] for k in order], [int(shift[k]) for k in order], serial=serial)
-    return scheduler.in_time_order(found)
+    return scheduler.settled(tuple(chosen[scheduler._comm_nodes].tolist()), order, shift, serial=serial)
 
 
 def _others(run: _native.ScheduleSearch, scheduler: Scheduler, serial: bool, chains: int) -> tuple[StepSchedule, ...]:
