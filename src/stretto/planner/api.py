@@ -293,8 +293,8 @@ def _baselines(
     order = sorted(systems, key=lambda name: [*URGENT, *systems].index(name)) if until < float("inf") else systems
     schedules: dict[str, StepSchedule] = {}
     for number, name in enumerate(order):
-        tell(name, number / len(systems))
         if number == 0 or time.monotonic() < until:
+            tell(name, number / len(systems))
             schedules[name] = compared.schedule(name, effort)
     left_out = [name for name in systems if name not in schedules]
     if left_out:
