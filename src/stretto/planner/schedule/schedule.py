@@ -14,6 +14,7 @@ circles of waiting.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -301,12 +302,11 @@ class Scheduler:
         start = np.maximum(first.task_start - window * first.period_us, 0.0)
         position = np.empty(len(order), np.int64)
         position[order] = np.arange(len(order))
-        try:
+        again: _Steady | None = None
+        with suppress(Infeasible):  # tasks without duration may swap places at the cut
             again = self._steady(
                 choice, np.lexsort((position, start)).astype(np.int32), (-window).astype(np.int32), serial
             )
-        except Infeasible:  # tasks without duration may swap places at the cut
-            again = None
         if again is None or again.period_us > first.period_us * (1 + SAME):
             again = self._steady(choice, order, shift, serial)
         return self._view(choice, again, serial)
