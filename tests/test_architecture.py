@@ -167,7 +167,8 @@ import stretto as st, sys
 from stretto.cluster.grid import regular
 from stretto.programs import Program
 from stretto.simulator import simulate
-simulate(st.algorithm("ring", "all_gather", 4), regular("four", [st.Dimension(kind="ring", size=4)]), nbytes=1e6)
+four = regular("four", [st.Dimension(kind="ring", size=4, gb_per_s=10.0, alpha_us=1.0)])
+simulate(st.algorithm("ring", "all_gather", 4), four, nbytes=1e6)
 unwanted = ("simulator.bounds", "simulator.priced", "cluster.files", "cluster.presets", "collectives.files")
 print([name for name in (*unwanted, "programs.lower", "solvers") if f"stretto.{name}" in sys.modules])
 from stretto.simulator import Bound, Runtime, lower_bound
