@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -194,3 +195,21 @@ def test_synthesis_returns_the_symmetric_program_and_its_file(tmp_path: Path) ->
     again = load_program(tmp_path / "gather.txt")
     assert isinstance(again, SymmetricProgram) and not isinstance(again, Program)
     assert again.verify().fifo_depth == found.program.verify().fifo_depth
+
+
+@pytest.mark.parametrize(("budget_s", "spent_s"), [(1.0, 8.0), (30.0, 8.0), (33.0, 16.0)])
+def test_no_trial_is_begun_that_could_not_be_proved_in_time(
+    monkeypatch: pytest.MonkeyPatch, budget_s: float, spent_s: float
+) -> None:
+    # A trial of 8 s is followed by 16 s of proof: a second one is begun only where 32 s are there.
+    now = [0.0]
+    real = symmetric.SymmetricSearch.trial
+
+    def slow(search: symmetric.SymmetricSearch, gather: SymmetricProgram) -> tuple[float, SymmetricProgram]:
+        now[0] += 8.0
+        return real(search, gather)
+
+    monkeypatch.setattr(symmetric, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(symmetric.SymmetricSearch, "trial", slow)
+    symmetric.synthesize(AllGather(16), Cluster.load("dgx_h100:2"), nbytes=1e6, budget_s=budget_s)
+    assert now[0] == spent_s

@@ -32,6 +32,8 @@ from .orbits import Exchange, backwards, exchanges, gathering, joined
 MAX_ENTRIES = 1 << 20
 """The most chunks that the transfers of one group may move: up to it finer pieces are tried."""
 PIECES = (1, 2, 4, 8, 16)
+PROOF = 2.0
+"""What proving and timing the result takes afterwards, in times of the trial that made it."""
 WORTHWHILE = 0.999
 """Finer pieces are tried as long as they take at most this share of the time."""
 
@@ -57,7 +59,7 @@ def synthesize(
         collective: An all-gather, reduce-scatter or all-reduce over all devices in their order, not in place.
         cluster: The cluster.
         nbytes: The size in bytes, > 0.
-        budget_s: The seconds to search; the first composition is always finished.
+        budget_s: The seconds to search and to prove the result; the first composition is always finished.
         seed: The seed of the synthesis inside a host.
         progress: Called with a line of text and the fraction done, 0..1.
         alpha: "pipelined" or "blocking", as in `simulate`.
@@ -137,16 +139,20 @@ class SymmetricSearch:
         """The fastest program of all ways in the coarsest cut, in finer cuts those of the two fastest ways."""
         tried: list[tuple[float, SymmetricProgram]] = []
         refused: list[str] = []
-        ways = list(makes)
+        ways, last, longest_s = list(makes), self.pieces[0], 0.0
         for cut in self.pieces:
             now: list[tuple[float, SymmetricProgram, Make]] = []
+            # The next trial takes about as long as the longest so far, finer cuts as much longer as they are finer.
+            longest_s, last = longest_s * max(1.0, cut / last), cut
             for make in ways:
-                if (tried or now) and time.monotonic() > self.deadline:
+                began = time.monotonic()
+                if (tried or now) and began + (1 + PROOF) * longest_s > self.deadline:
                     break
                 try:
                     now.append((*self.trial(make(cut)), make))
                 except (Infeasible, InvalidInput) as error:
                     refused.append(str(error))
+                longest_s = max(longest_s, time.monotonic() - began)
             now.sort(key=lambda one: one[0])
             before = min((us for us, _ in tried), default=np.inf)
             tried += [(us, program) for us, program, _ in now]
