@@ -15,7 +15,7 @@ from stretto.errors import StrettoError
 from stretto.simulator import simulate
 
 CLUSTERS = ("ndv2", "dgx2", "dgx_a100", "dgx_h100")
-SIZES = (65536, 10**9)
+SIZES = (65536, 262144, 2**20, 10**9)
 RUNTIME = "mscclpp:h200"
 
 

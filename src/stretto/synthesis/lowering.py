@@ -22,6 +22,7 @@ from ..programs.wide import WideProgram, widen
 from ..simulator import Runtime, simulate
 from ..simulator.priced_wide import wide_time_us
 from .certificate import Candidate, Lowering, ProvedProgram
+from .loop_trees import loop_trees
 from .problem import SynthesisProblem
 
 FORMATS = ("msccl", "mscclpp")
@@ -147,18 +148,29 @@ class _Search:
         problem, prices = self.problem, self.problem.runtime
         if problem.lower != "mscclpp" or prices is None or not prices.knows_wide or len(set(problem.hosts)) > 1:
             return
-        for made in [*_direct(problem), *programs]:
+        direct = _direct(problem)
+        if problem.nbytes > MAX_PACKETS and all(d.time_us > LOWERED_WELL * programs[0].time_us for d in direct):
+            # Links differ, and what is direct goes round. Trees may take half of the time at most.
+            half = time.monotonic() + (self.deadline - time.monotonic()) / 2
+            most = prices.max_blocks or MAX_THREADBLOCKS
+            for program in loop_trees(problem.collective, problem.cluster, most=most):
+                if self.best is not None and time.monotonic() > half:
+                    break
+                self._widen(_timed("loop_trees", program, problem), prices, loop_forms(program, problem.nbytes, most))
+        for made in [*direct, *programs]:
             if self.over():
                 break
             if isinstance(made.program, Program) and len(made.program.chunk) <= MAX_WIDE:
-                self._widen(made, made.program, prices)
+                self._widen(made, prices)
 
-    def _widen(self, made: ProvedProgram, program: Program, prices: Runtime) -> None:
+    def _widen(self, made: ProvedProgram, prices: Runtime, forms: Sequence[PlanForm] | None = None) -> None:
+        program = made.program
+        assert isinstance(program, Program)
         problem = self.problem
         made_of: dict[tuple[str, int], WideProgram] = {}
         before: dict[tuple[str, int], float] = {}
         enough: set[tuple[str, int]] = set()
-        for form in forms_for(program, problem.nbytes, prices):
+        for form in forms if forms is not None else forms_for(program, problem.nbytes, prices):
             key = form.protocol, form.streams
             if self.over():
                 break
@@ -193,10 +205,30 @@ def _direct(problem: SynthesisProblem) -> list[ProvedProgram]:
         program = algorithm("direct", c.kind, c.ranks, in_place=c.in_place, **options)
     except StrettoError:
         return []
+    return [_timed("library:direct", program, problem)]
+
+
+def _timed(maker: str, program: Program, problem: SynthesisProblem) -> ProvedProgram:
     took = simulate(
         program, problem.cluster, nbytes=problem.nbytes, alpha=problem.alpha, contention=problem.contention
     ).total_us
-    return [ProvedProgram(maker="library:direct", program=program, time_us=took, seconds=0.0)]
+    return ProvedProgram(maker=maker, program=program, time_us=took, seconds=0.0)
+
+
+def loop_forms(program: Program, nbytes: float, most: int) -> list[PlanForm]:
+    """The forms in which trees are tried: a stream for each chunk, at once and in a loop.
+
+    Args:
+        program: The program.
+        nbytes: The bytes that the collective moves.
+        most: The most threadblocks.
+
+    Returns:
+        One form or two.
+    """
+    at_once = PlanForm(streams=min(most, program.collective.num_chunks))
+    loop = int(float(program.collective.chunk_share[0]) * nbytes / LOOP_TURNS[-1]) // 16 * 16
+    return [at_once, replace(at_once, loop_bytes=loop)] if loop >= LEAST_LOOP else [at_once]
 
 
 def forms_for(program: Program, nbytes: float, prices: Runtime) -> list[PlanForm]:

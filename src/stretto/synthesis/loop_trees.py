@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed trees for plans that loop: few trees, each a stream of its own, whose loop does what pieces do elsewhere.
+
+On boxes whose links differ (NVLinks between some pairs of GPUs, one or two of them) the optimum of the links is a
+packing of trees in hundreds of pieces. A plan has room for some eighty threadblocks with few steps each: there every
+tree gets one, and sends its share piece by piece in a loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster import Cluster
+from ..collectives import Collective
+from ..errors import StrettoError
+from ..programs import Program
+from . import forest
+from .forest_program import PACES
+from .forest_trees import Forest
+
+TREES = (1, 2, 3, 4, 5, 6, 8)
+"""The most trees of a root, of those that are tried: fewer are fewer steps, more of them fill the links better."""
+
+
+def loop_trees(collective: Collective, cluster: Cluster, *, most: int) -> Iterator[Program]:
+    """Programs of few trees, verified, that give a plan of at most some streams work on all links.
+
+    Args:
+        collective: The collective.
+        cluster: The cluster.
+        most: The most streams, >= 1; programs have at most twice as many chunks.
+
+    Yields:
+        Programs of more and more trees, each with one and with two pieces, in which chunks that travel alike do not
+        lie side by side: they would become one stream.
+
+    >>> from stretto import AllGather
+    >>> [p.name for p in loop_trees(AllGather(8), Cluster.preset("dgx_a100"), most=16)]
+    ['loop_trees(k=1,pieces=1)', 'loop_trees(k=1,pieces=2)']
+    """
+    seen: set[tuple[int, ...]] = set()
+    for trees in TREES:
+        try:
+            forests = forest.forests_of(collective, cluster, max_k=trees)
+        except StrettoError:
+            return
+        k = tuple(one.k for one in forests)
+        if k in seen:
+            continue
+        seen.add(k)
+        for pieces in (1, 2):
+            made = _program(collective, forests, pieces)
+            if made.collective.num_chunks > 2 * most:
+                break
+            made.verify()
+            yield made
+
+
+def _program(collective: Collective, forests: tuple[Forest, ...], pieces: int) -> Program:
+    built = forest._build(collective, forests, pieces, PACES[0])
+    name = built.name.replace("forest", "loop_trees", 1)
+    return replace(built, name=name, chunk=_apart(built)[built.chunk])
+
+
+def _apart(program: Program) -> NDArray[np.int32]:
+    """New numbers for the chunks of each root: those that travel alike in turn with others, where there are others."""
+    chunks = program.collective.num_chunks
+    ways: list[list[tuple[int, int, bool]]] = [[] for _ in range(chunks)]
+    for t in range(program.num_transfers):
+        for chunk in program.chunks_of(t).tolist():
+            ways[chunk].append((int(program.src[t]), int(program.dst[t]), bool(program.reduce[t])))
+    found = np.arange(chunks, dtype=np.int32)
+    roots = program.collective.num_ranks if chunks % program.collective.num_ranks == 0 else 1
+    for first in range(0, chunks, chunks // roots):
+        mine = range(first, first + chunks // roots)
+        times: dict[tuple[tuple[int, int, bool], ...], int] = {}
+        turns = []
+        for chunk in mine:
+            way = tuple(ways[chunk])
+            turns.append((times.setdefault(way, 0), chunk))
+            times[way] += 1
+        for place, (_, chunk) in zip(mine, sorted(turns), strict=True):
+            found[chunk] = place
+    return found
