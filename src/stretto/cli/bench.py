@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
 import typer
@@ -17,10 +18,14 @@ from ..report.table import ResultTable
 from ..runtime.probe.bench import KINDS, BenchResult, runs
 from ..runtime.probe.bench import bench as measure
 from ..runtime.probe.join import joined, place
+from ..runtime.probe.prices import MeasuredPrices, check_measurable, fit_prices, price_cases
 from ..units import format_bytes, format_us
 from .common import out, parse_all_sizes, parse_names, progress
 from .options import BudgetOption, BytesOption, ClusterOption, FactorOption, RankJsonOption
 from .outputs import OutputFiles, output
+
+TOO_LONG = 1.5
+"""Predicted over measured from which on prices, which can only add, cannot mend it."""
 
 
 def bench(
@@ -29,9 +34,9 @@ def bench(
         typer.Option(
             "--output",
             "-o",
-            metavar="FILE.csv",
-            callback=output(".csv", only_rank_0=True),
-            help="Where rank 0 writes the table.",
+            metavar="FILE.csv|FILE.yaml",
+            callback=output(".csv", ".yaml", only_rank_0=True),
+            help="Where rank 0 writes the table, or the prices.",
         ),
     ],
     cluster: ClusterOption,
@@ -39,6 +44,10 @@ def bench(
     factor: FactorOption = 4.0,
     collectives: Annotated[
         str | None, typer.Option(metavar="NAME,...", help="Only these; by default the five that training uses.")
+    ] = None,
+    runtime: Annotated[
+        str | None,
+        typer.Option(metavar="executor", help="Measure the price list of our executor instead (docs/runtimes.md)."),
     ] = None,
     budget: BudgetOption = 60.0,
     rows: RankJsonOption = None,
@@ -56,7 +65,16 @@ def bench(
       stretto lab run --uplink 400mbit -- \\
           stretto bench -c c.yaml -o costs.csv -b 64K,1M
       stretto plan -w mine.json -c c.yaml --costs costs.csv
+      torchrun --nproc-per-node 4 -m stretto bench -c c.yaml \\
+          --runtime executor -o mine.yaml
     """
+    if runtime is not None:
+        check_measurable(runtime)
+    wanted = ".csv" if runtime is None else ".yaml"
+    if target.suffix != wanted:
+        raise InvalidInput(f"--output: must end with {wanted}, not {target.name}")
+    if runtime is not None and collectives is not None:
+        raise InvalidInput("--collectives: is not for --runtime, which times collectives of its own choice")
     if not 0 < budget < 1e6:
         raise InvalidInput(f"--budget: must be more than 0 and less than 1e6 seconds, not {budget:g}")
     rank, world = place(command="bench")
@@ -68,10 +86,16 @@ def bench(
 
     with ExitStack() as stack:
         executor = stack.enter_context(joined())
-        todo = runs(known, channels=executor.channels, kinds=kinds, sizes=sizes)
+        todo = (
+            runs(known, channels=executor.channels, kinds=kinds, sizes=sizes)
+            if runtime is None
+            else price_cases(known, channels=executor.channels, sizes=sizes)
+        )
         advance = stack.enter_context(progress("bench", len(todo))) if rank == 0 else lambda label: None
         done = measure(executor, known, todo, budget_s=budget, advance=advance)
-    if rank == 0:
+    if rank == 0 and runtime is not None:
+        _tell_prices(fit_prices(known, done.measurements, name=target.stem), target, rows)
+    elif rank == 0:
         files = OutputFiles()
         files.write(
             target,
@@ -81,6 +105,31 @@ def bench(
         files.json(rows, {"seconds": done.seconds, "left_out": len(done.left_out), "measurements": done.measurements})
         _tell(done)
         files.tell(f"stretto plan -w WORKLOAD -c {cluster} --costs {target}")
+
+
+def _tell_prices(found: MeasuredPrices, target: Path, rows: Path | None) -> None:
+    """The prices, and how well they tell each time."""
+    fit, files = found.fit, OutputFiles()
+    files.write(target, fit.runtime.save)
+    lines = [
+        *((one, ratio, True) for one, ratio in zip(found.fitted, fit.fitted, strict=True)),
+        *((one, ratio, False) for one, ratio in zip(found.judged, fit.judged, strict=True)),
+    ]
+    files.json(rows, {"error": fit.error, "rows": [
+        {"collective": one.collective, "algorithm": one.algorithm, "nbytes": one.nbytes, "time_us": one.time_us,
+         "ratio": ratio, "fitted": fitted} for one, ratio, fitted in lines
+    ]})  # fmt: skip
+    table = ResultTable("collective", "algorithm", ">bytes", ">measured", ">predicted over it", "")
+    for one, ratio, fitted in lines:
+        note = "" if fitted else "not fitted"
+        table.add_row(
+            one.collective, one.algorithm, format_bytes(one.nbytes), format_us(one.time_us), f"{ratio:.2f}", note
+        )  # fmt: skip
+    out().print(table)
+    out().print(f"mean deviation {100 * fit.error:.1f} % of those that were not fitted")
+    if median([*fit.fitted, *fit.judged]) > TOO_LONG:
+        out().print("most took far less than the links of the cluster say alone: probe again on a quieter machine")
+    files.tell(f"stretto runtime show {target}")
 
 
 def _tell(done: BenchResult) -> None:

@@ -108,7 +108,7 @@ def runs(
             inside = all(len({int(cluster.node_host[r]) for r in group}) == 1 for group in groups)
             for network in (None,) if inside else tuple(channels):
                 for kind in kinds:
-                    found += _best(costs, kind, groups, network, nbytes, best)
+                    found += best_cases(costs, kind, groups, network, nbytes, best)
         todo += [(case,) for case in found]
         todo += _pairs(cluster, found)
     if not todo:
@@ -117,9 +117,22 @@ def runs(
     return todo
 
 
-def _best(
+def best_cases(
     costs: SimulatedCosts, kind: str, groups: Groups, network: str | None, nbytes: int, best: int
 ) -> list[BenchCase]:
+    """The algorithms of one motif that the simulator thinks best.
+
+    Args:
+        costs: The simulator.
+        kind: The collective.
+        groups: The groups of ranks that run it at once.
+        network: The channel between hosts; None: it stays inside them.
+        nbytes: The size.
+        best: How many.
+
+    Returns:
+        At most so many cases, fastest first; none where no channel fits.
+    """
     held = _held(costs.cluster, groups, network)
     if not held:
         return []
