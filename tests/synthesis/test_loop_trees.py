@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from stretto import AllGather, AllReduce, Cluster, Collective, ReduceScatter
@@ -15,10 +17,10 @@ from stretto.synthesis.lowering import loop_forms
 
 @pytest.mark.parametrize("make", [AllGather, ReduceScatter, AllReduce])
 @pytest.mark.parametrize("name", ["dgx_a100", "ndv2"])
-def test_trees_are_exported_as_loops_and_the_reader_proves_them(name: str, make: type[Collective]) -> None:
+def test_trees_are_exported_as_loops_and_the_reader_proves_them(name: str, make: Callable[..., Collective]) -> None:
     cluster = Cluster.preset(name)
     proved = 0
-    for program in loop_trees(make(8, in_place=True), cluster, most=24):  # type: ignore[call-arg]
+    for program in loop_trees(make(8, in_place=True), cluster, most=24):
         program.verify()
         chunks = program.collective.num_chunks
         assert widen(program, streams=chunks).streams <= chunks <= 48

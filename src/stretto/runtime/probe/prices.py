@@ -64,7 +64,7 @@ def price_cases(cluster: Cluster, *, channels: Sequence[str], sizes: Sequence[in
     costs, everyone = SimulatedCosts(cluster), (tuple(range(cluster.num_devices)),)
     one_host = len({int(host) for host in cluster.node_host[: cluster.num_devices]}) == 1
     network = None if one_host or not channels else channels[0]
-    found = [
+    found: list[tuple[BenchCase, ...]] = [
         (case,)
         for nbytes in sizes
         for kind in KINDS
