@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median, pstdev
 from typing import Any
 
 Row = dict[str, Any]
@@ -52,9 +53,11 @@ def cpu_s() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def options(about: str | None, *, only: Sequence[str] = ()) -> argparse.Namespace:
-    """The command line; `only` names the parts of a benchmark that has several."""
+def options(about: str | None, *, only: Sequence[str] = (), runs: int = 0) -> argparse.Namespace:
+    """The command line; `only` names the parts of a benchmark that has several, `runs` says how often each is run."""
     parser = common_options(about)
+    if runs:
+        parser.add_argument("--runs", type=int, default=runs, help="how often each case is run (1 with --quick)")
     if only:
         parser.add_argument("--only", choices=only, help="one part of it")
     return parser.parse_args()
@@ -68,6 +71,34 @@ def common_options(about: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--markdown", action="store_true", help="print the table as docs/results.md has it")
     parser.add_argument("--case", help=argparse.SUPPRESS)  # one case, in a process of its own
     return parser
+
+
+def medians(runs: Sequence[Sequence[Row]], of: str) -> list[Row]:
+    """One row for each case and system: the medians of several runs, and the relative standard deviation of one column.
+
+    >>> medians([[{"case": "a", "us": 10.0, "ok": True}], [{"case": "a", "us": 14.0, "ok": True}]], "us")
+    [{'case': 'a', 'us': 12.0, 'ok': True, 'runs': 2, 'deviation': 0.16666666666666666}]
+
+    Args:
+        runs: The rows of each run.
+        of: The column whose deviation is wanted.
+
+    Returns:
+        The rows, in the order of the first run; what is not a number is the first run's.
+    """
+    rows: list[Row] = []
+    for row in runs[0]:
+        same = [other for rest in runs for other in rest if all(other.get(k) == row.get(k) for k in ("case", "system"))]
+        made = dict(row)
+        for column, value in row.items():
+            numbers = [other[column] for other in same if isinstance(other.get(column), int | float)]
+            if isinstance(value, int | float) and not isinstance(value, bool) and numbers:
+                made[column] = median(numbers)
+        times = [other[of] for other in same if isinstance(other.get(of), int | float)]
+        if len(runs) > 1 and times:
+            made |= {"runs": len(times), "deviation": pstdev(times) / median(times) if median(times) else 0.0}
+        rows.append(made)
+    return rows
 
 
 def in_own_process(script: str, case: str, quick: bool) -> list[Row]:

@@ -2,10 +2,11 @@
 """Plans carried out, in the lab, side by side in one run: every system is measured in turn, round after round.
 
 `iteration_us` is the median over all rounds of the slowest rank's time; `gain` is how many times faster than the first
-system of the case; `ceiling` is what the links allow at most; `predicted_off_percent` compares a plan's promise with
-what was measured. The cases that train models are in enforcer_models.py, those under a controller in enforcer_run.py,
-pipelines with replicas on two hosts in enforcer_strided.py, and those that need no lab in enforcer_call.py (the cost of
-a call) and enforcer_nccl.py (on a GPU).
+system of the case; both are medians of five runs (`--runs`), each in a lab of its own, and `deviation` is the relative
+standard deviation of `iteration_us` over them; `ceiling` is what the links allow at most; `predicted_off_percent`
+compares a plan's promise with what was measured. The cases that train models are in enforcer_models.py, those under a
+controller in enforcer_run.py, pipelines with replicas on two hosts in enforcer_strided.py, and those that need no lab
+in enforcer_call.py (the cost of a call) and enforcer_nccl.py (on a GPU).
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ import enforcer_models
 import enforcer_nccl
 import enforcer_run
 import enforcer_strided
-from common import Row, finish, in_own_process, options
+from common import Row, finish, in_own_process, medians, options
 
 from stretto.lab import Lab, unavailable
 
 RANK = Path(__file__).with_name("enforcer_rank.py")
 LIMIT_S = 240.0
+RUNS = 5
+"""How often a case is run, each time in a lab of its own."""
 
 
 def in_lab(asked: dict[str, Any], *, hosts: int, ranks: int, uplinks: dict[str, str]) -> dict[str, Any]:
@@ -110,7 +113,7 @@ CASES: dict[str, Callable[[bool], list[Row]]] = {
 
 
 def main() -> None:
-    args = options(__doc__, only=tuple(CASES))
+    args = options(__doc__, only=tuple(CASES), runs=RUNS)
     if args.case:
         print(json.dumps(CASES[args.case](args.quick)))
         return
@@ -122,7 +125,10 @@ def main() -> None:
         if args.only:
             sys.exit(2)
         cases.remove("nccl")
-    rows = [row for case in cases for row in in_own_process(__file__, case, args.quick)]
+    rows: list[Row] = []
+    for case in cases:
+        runs = [in_own_process(__file__, case, args.quick) for _ in range(1 if args.quick else max(args.runs, 1))]
+        rows += medians(runs, "iteration_us")
     finish(rows, args, title="Plans, enforced")
 
 
