@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import pytest
 import stretto as st
 from stretto.errors import Infeasible, InvalidInput
 from stretto.solvers.milp import Milp, solve
+from stretto.synthesis import contiguity
 from stretto.synthesis.contiguity import MessageSchedule, merge
 from stretto.synthesis.explorer import sketches
 from stretto.synthesis.logical import LogicalTopology
@@ -221,6 +223,33 @@ def test_merging_keeps_what_the_simulator_says_is_best() -> None:
     best, us = merge(plan, score, limit_s=2)
     assert us == min(seen) and us < plan.end_us
     assert max(len(sends) for sends in best.sends) > 1
+    assert sorted(t for sends in best.sends for t in sends) == list(range(tasks.count))
+
+
+def test_a_large_plan_is_merged_window_by_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = st.Cluster.preset("ring", nodes=4, gb_per_s=1.0, alpha_us=3.0)
+    problem = problem_on(cluster, st.AllGather(4, chunks=3), Sketch(), 12000)
+    routing = search(problem, seed=0)
+    assert routing is not None
+    tasks = SendTasks.of(problem, routing)
+    plan = MessageSchedule.single(tasks, schedule(tasks, priorities(tasks, "longest remaining first")))
+    monkeypatch.setattr(contiguity, "MAX_EXACT", 0)
+    monkeypatch.setattr(contiguity, "WINDOW", 16)
+    # Without whole runs and single pairs only windows can join anything.
+    monkeypatch.setattr(contiguity, "_runs", lambda plan, candidates: iter(()))
+    frees: list[tuple[int, set[tuple[int, int]]]] = []
+    exact = contiguity._exact
+
+    def watched(*given: Any, free: set[tuple[int, int]], chosen: set[tuple[int, int]], **rest: Any) -> Any:
+        made = exact(*given, free=free, chosen=chosen, **rest)
+        assert set(made) - free == set(chosen) - free, "what is outside the window stays"
+        frees.append((len(free), set(made)))
+        return made
+
+    monkeypatch.setattr(contiguity, "_exact", watched)
+    best, us = merge(plan, lambda tried: tried.end_us, limit_s=60)
+    assert len(frees) > 2 and {size for size, _ in frees[:-1]} == {16}
+    assert us < plan.end_us and 1 < max(len(sends) for sends in best.sends) <= contiguity.MAX_MERGED
     assert sorted(t for sends in best.sends for t in sends) == list(range(tasks.count))
 
 

@@ -3,7 +3,8 @@
 
 A message of several chunks pays alpha once, but leaves only when all of its chunks are there, and arrives as a whole.
 Where alpha only delays arrival (``pipelined``) a link loses nothing to it and merging never helps; where alpha occupies
-the link (``blocking``), small plans are merged by a model of the paper's kind, large ones by trying.
+the link (``blocking``), small plans are merged by a model of the paper's kind. Large ones are decomposed: that model
+is of the whole plan, but only the pairs of a window of time may change, window after window.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -25,8 +27,15 @@ from .ordering import SendTasks
 MAX_MERGED = 6
 RUNS = (2, 3, 4, 6)
 MAX_EXACT = 150
-"""The most sends for which the model is worth solving."""
+"""The most sends for which the model is worth solving with all pairs free."""
+WINDOW = 48
+"""The number of pairs that are free at a time in a larger plan; the next window begins in the middle of this one."""
+WINDOW_S = 5.0
+"""The most seconds for one window."""
 WORTH_US = 1e-9
+
+Pairs = AbstractSet[tuple[int, int]]
+"""Sends that follow one another on a hop."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,7 +64,7 @@ class MessageSchedule:
         """The planned arrival of the last message, in microseconds."""
         return float(self.ends_us.max(initial=0.0))
 
-    def joined(self, pairs: set[tuple[int, int]]) -> MessageSchedule | None:
+    def joined(self, pairs: Pairs) -> MessageSchedule | None:
         """The plan in which these neighbours on a hop share messages; None if messages would wait in a circle."""
         following = dict(pairs)
         later = set(following.values())
@@ -137,29 +146,48 @@ def merge(
     if not plan.tasks.problem.blocking or not candidates:
         return best, best_us
     end = time.monotonic() + limit_s
-    chosen: set[tuple[int, int]] = set()
+    chosen: Pairs = set()
+
+    def better(tried: Pairs) -> bool:
+        nonlocal best, best_us, chosen
+        if tried == chosen or _longest(tried) > MAX_MERGED:
+            return False
+        plan_tried = plan.joined(tried)
+        if plan_tried is None or (us := score(plan_tried)) >= best_us * (1 - 1e-9):
+            return False
+        best, best_us, chosen = plan_tried, us, tried
+        return True
+
     if plan.tasks.count <= MAX_EXACT:
-        pairs = _exact(plan, candidates, limit_s=limit_s / 2, seed=seed, solver=solver)
-        exact = plan.joined(pairs)
-        if exact is not None and (us := score(exact)) < best_us:
-            best, best_us, chosen = exact, us, pairs
-    rng = np.random.default_rng(seed)
-    for removed, added in _moves(plan, candidates, rng):
+        better(_exact(plan, candidates, limit_s=limit_s / 2, seed=seed, solver=solver))
+    for removed, added in _runs(plan, candidates):
         if time.monotonic() > end:
             break
-        tried = (chosen - removed) | added if len(removed) > 1 else chosen ^ added
-        if tried == chosen or _longest(tried) > MAX_MERGED:
-            continue
-        plan_tried = plan.joined(tried)
-        if plan_tried is not None and (us := score(plan_tried)) < best_us * (1 - 1e-9):
-            best, best_us, chosen = plan_tried, us, tried
+        better((chosen - removed) | added if len(removed) > 1 else chosen ^ added)
+    if plan.tasks.count > MAX_EXACT:
+        for free in _windows(plan, candidates):
+            # Half of what is left is for single pairs.
+            left_s = (end - time.monotonic()) / 2
+            if left_s <= 0:
+                break
+            limit = min(left_s, WINDOW_S)
+            better(_exact(plan, candidates, limit_s=limit, seed=seed, solver=solver, free=free, chosen=chosen))
+    for k in np.random.default_rng(seed).permutation(len(candidates)).tolist():
+        if time.monotonic() > end:
+            break
+        better(chosen ^ {candidates[k]})
     return best, best_us
 
 
-def _moves(
-    plan: MessageSchedule, candidates: list[tuple[int, int]], rng: np.random.Generator
-) -> Iterator[tuple[set[tuple[int, int]], set[tuple[int, int]]]]:
-    """Changes to try, as (pairs to separate, pairs to join): on all hops of one alpha, on one hop, single pairs."""
+def _windows(plan: MessageSchedule, candidates: Sequence[tuple[int, int]]) -> Iterator[Pairs]:
+    """Pairs that are near each other in time, in windows that overlap by half."""
+    order = sorted(candidates, key=lambda pair: float(plan.start_us[pair[0]]))
+    for first in range(0, max(len(order) - WINDOW // 2, 1), WINDOW // 2):
+        yield set(order[first : first + WINDOW])
+
+
+def _runs(plan: MessageSchedule, candidates: list[tuple[int, int]]) -> Iterator[tuple[Pairs, Pairs]]:
+    """Changes to try, as (pairs to separate, pairs to join): runs of one length on all hops of one alpha, or on one."""
     alpha = plan.tasks.problem.logical.hops.alpha_us
     chains: dict[int, list[tuple[int, int]]] = {}
     for pair in candidates:
@@ -171,11 +199,9 @@ def _moves(
         for length in RUNS:
             runs = {pair for hop in hops for at, pair in enumerate(chains[hop]) if (at + 1) % length}
             yield {pair for hop in hops for pair in chains[hop]}, runs
-    for k in rng.permutation(len(candidates)).tolist():
-        yield set(), {candidates[k]}
 
 
-def _longest(pairs: set[tuple[int, int]]) -> int:
+def _longest(pairs: Pairs) -> int:
     following, later = dict(pairs), {b for _, b in pairs}
     longest = 1
     for first in following:
@@ -188,16 +214,27 @@ def _longest(pairs: set[tuple[int, int]]) -> int:
 
 
 def _exact(
-    plan: MessageSchedule, candidates: Sequence[tuple[int, int]], *, limit_s: float, seed: int, solver: str
-) -> set[tuple[int, int]]:
-    """The neighbours that share messages in the fastest plan that keeps the order on every link (appendix B.3)."""
+    plan: MessageSchedule, candidates: Sequence[tuple[int, int]], *, limit_s: float, seed: int, solver: str,
+    free: Pairs | None = None, chosen: Pairs = frozenset(),
+) -> Pairs:  # fmt: skip
+    """The neighbours that share messages in the fastest plan that keeps the order on every link (appendix B.3).
+
+    With `free` all other pairs stay as in `chosen`, which is also the answer where the model finds none.
+    """
+    may = set(candidates) if free is None else free
     tasks = plan.tasks
     horizon = tasks.end_us(plan.start_us) * 1.5 + 1e-6
     model = Milp()
     start = [model.column(upper=horizon) for _ in range(tasks.count)]
     end = [model.column(upper=horizon) for _ in range(tasks.count)]
     total = model.column(cost=1.0, upper=horizon)
-    together = {pair: model.column(cost=1e-7, upper=1.0, integer=True) for pair in candidates}
+    together = {
+        pair: model.column(
+            cost=1e-7, lower=float(pair in chosen and pair not in may), upper=float(pair in chosen or pair in may),
+            integer=True,
+        )
+        for pair in candidates
+    }  # fmt: skip
     alpha = tasks.problem.logical.hops.alpha_us
     push = [tasks.us[t] - float(alpha[tasks.hop[t]]) for t in range(tasks.count)]
     most = MAX_MERGED * max(push, default=0.0)
@@ -222,9 +259,9 @@ def _exact(
     try:
         solved = solve(model, solver=solver, limit_s=limit_s, seed=seed)
     except Infeasible:
-        return set()
+        return chosen
     if solved.values is None:
-        return set()
+        return chosen
     return {pair for pair, join in together.items() if solved.values[join] > 0.5}
 
 
