@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import stretto.torch
-from stretto.resharding import Layout, Mesh, Spec, Tensor, UnitTask, decompose
+from stretto.resharding import Layout, Mesh, Spec, Tensor
 from stretto.resharding.tensors.describe import dtype_of
+from stretto.resharding.tensors.plain import GatherBroadcast, PlainMessages
 from stretto.resharding.tensors.reshard import _TRANSFERS
 from stretto.resharding.tensors.transfer import Transfer
 
@@ -42,101 +43,6 @@ def placements(side: Side) -> list[Any]:
 
 def mesh(side: Side) -> DeviceMesh:
     return DeviceMesh("cpu", torch.tensor(side[1]).view(*side[0]), _init_backend=False)
-
-
-def box(local: torch.Tensor, tile: Any, task: UnitTask) -> torch.Tensor:
-    """A task's part of this rank's tile."""
-    return local[tuple(slice(a - int(t[0]), b - int(t[0])) for (a, b), t in zip(task.box, tile, strict=True))]
-
-
-class Messages:
-    """What one would write by hand: every piece straight from a holder to everyone who lacks it, all at once."""
-
-    def __init__(self, tensors: list[Tensor], sources: list[Any], targets: list[Any]) -> None:
-        me = dist.get_rank()
-        self.sends: list[tuple[torch.Tensor, int]] = []
-        self.receives: list[tuple[torch.Tensor, int]] = []
-        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        load: dict[int, int] = {}
-        tiles = [[_tiles(side, t.shape) for side in (t.src, t.dst)] for t in tensors]
-        for task in decompose(tensors):
-            src, dst = tiles[task.tensor]
-            mine = box(sources[task.tensor], src[me], task) if me in task.holders[0] else None
-            goal = box(targets[task.tensor], dst[me], task) if me in task.receivers else None
-            for receiver in task.receivers:
-                if receiver in task.holders[0]:
-                    if receiver == me and goal is not None and mine is not None:
-                        self.copies.append((goal, mine))
-                    continue
-                sender = min(task.holders[0], key=lambda d: (load.get(d, 0), d))
-                load[sender] = load.get(sender, 0) + task.nbytes
-                if sender == me and mine is not None:
-                    self.sends.append((mine, receiver))
-                if receiver == me and goal is not None:
-                    self.receives.append((goal, sender))
-
-    def __call__(self) -> None:
-        buffers = [torch.empty(goal.shape, dtype=goal.dtype) for goal, _ in self.receives]
-        ops = [dist.P2POp(dist.irecv, b, peer) for b, (_, peer) in zip(buffers, self.receives, strict=True)]
-        ops += [dist.P2POp(dist.isend, mine.contiguous(), peer) for mine, peer in self.sends]
-        for work in dist.batch_isend_irecv(ops) if ops else []:
-            work.wait()
-        for buffer, (goal, _) in zip(buffers, self.receives, strict=True):
-            goal.copy_(buffer)
-        for goal, mine in self.copies:
-            goal.copy_(mine)
-
-
-class Funnel:
-    """What is done today: everything to one rank, which broadcasts it; everybody cuts out what it wants."""
-
-    def __init__(self, tensors: list[Tensor], sources: list[Any], targets: list[Any], group: Any) -> None:
-        self.tensors, self.sources, self.targets, self.group = tensors, sources, targets, group
-        self.root = tensors[0].src.mesh.devices[0]
-        self.tiles = [[_tiles(side, t.shape) for side in (t.src, t.dst)] for t in tensors]
-
-    def __call__(self) -> None:
-        me, fulls, ops = dist.get_rank(), [], []
-        late: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for at, tensor in enumerate(self.tensors):
-            mine, wanted = self.sources[at], self.targets[at]
-            some = mine if mine is not None else wanted
-            if some is None:
-                continue
-            full = torch.empty(tensor.shape, dtype=some.dtype) if me == self.root or wanted is not None else None
-            fulls.append((at, full))
-            src, seen = self.tiles[at][0], set()
-            for rank, tile in src.items():
-                key = tile.tobytes()
-                if key in seen or (tile[:, 0] >= tile[:, 1]).any():
-                    continue
-                seen.add(key)
-                part = full[tuple(slice(int(a), int(b)) for a, b in tile)] if full is not None else None
-                if rank == self.root == me:
-                    assert part is not None
-                    part.copy_(mine)
-                elif rank == me:
-                    ops.append(dist.P2POp(dist.isend, mine.contiguous(), self.root))
-                elif me == self.root:
-                    assert part is not None
-                    late.append((part, torch.empty(part.shape, dtype=part.dtype)))
-                    ops.append(dist.P2POp(dist.irecv, late[-1][1], rank))
-        for work in dist.batch_isend_irecv(ops) if ops else []:
-            work.wait()
-        for part, buffer in late:
-            part.copy_(buffer)
-        works = [dist.broadcast(f, self.root, group=self.group, async_op=True) for _, f in fulls if f is not None]
-        for work in works:
-            if work is not None:
-                work.wait()
-        for at, full in fulls:
-            if full is not None and self.targets[at] is not None:
-                tile = self.tiles[at][1][me]
-                self.targets[at].copy_(full[tuple(slice(int(a), int(b)) for a, b in tile)])
-
-
-def _tiles(side: Layout, shape: tuple[int, ...]) -> dict[int, Any]:
-    return dict(zip(side.mesh.devices, side.tiles(shape), strict=True))
 
 
 def everywhere(fine: bool) -> bool:
@@ -180,8 +86,8 @@ def tensor_case(name: str, shape: tuple[int, ...], src: Side, dst: Side, times: 
     targets = {system: [got[system] if inside else None] for system in got}
     systems: dict[str, Callable[[], object]] = {
         "stretto": ours,
-        "send_recv": Messages(tensors, sources, targets["send_recv"]),
-        "gather_broadcast": Funnel(tensors, sources, targets["gather_broadcast"], group),
+        "send_recv": PlainMessages(tensors, sources, targets["send_recv"]),
+        "gather_broadcast": GatherBroadcast(tensors, sources, targets["gather_broadcast"], group),
     }
 
     def facts() -> dict[str, Any]:
@@ -265,8 +171,8 @@ def state_dict_case(case: dict[str, Any]) -> None:
 
     systems: dict[str, Callable[[], object]] = {"stretto": ours}
     if tensors:
-        systems["send_recv"] = Messages(tensors, sources, targets["send_recv"])
-        systems["gather_broadcast"] = Funnel(tensors, sources, targets["gather_broadcast"], funnel)
+        systems["send_recv"] = PlainMessages(tensors, sources, targets["send_recv"])
+        systems["gather_broadcast"] = GatherBroadcast(tensors, sources, targets["gather_broadcast"], funnel)
     else:
         systems |= {"send_recv": lambda: None, "gather_broadcast": lambda: None}
 

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from .resharding.tensors.describe import TensorPart as TensorPart
     from .resharding.tensors.mapped import MappedSync as MappedSync
     from .resharding.tensors.reshard import reshard as reshard
+    from .resharding.tensors.weight_run import WeightRun as WeightRun
+    from .resharding.tensors.weight_run import run_weights as run_weights
     from .resharding.tensors.weights import WeightSync as WeightSync
     from .resharding.tensors.world import SyncWorld as SyncWorld
     from .runtime.capture.session import Recorder as Recorder
@@ -104,6 +106,7 @@ _HOMES = {
     "MappedSync": (".resharding.tensors.mapped", "MappedSync"),
     "SyncWorld": (".resharding.tensors.world", "SyncWorld"),
     "TensorPart": (".resharding.tensors.describe", "TensorPart"),
+    "WeightRun": (".resharding.tensors.weight_run", "WeightRun"),
     "WeightSync": (".resharding.tensors.weights", "WeightSync"),
     "bench": (".runtime.probe.bench", "bench"),
     "bench_cases": (".runtime.probe.bench", "runs"),
@@ -115,6 +118,7 @@ _HOMES = {
     "pipeline": (".pipeline.torch_runtime", "pipeline"),
     "probe": (".runtime.probe.probe", "probe"),
     "reshard": (".resharding.tensors.reshard", "reshard"),
+    "run_weights": (".resharding.tensors.weight_run", "run_weights"),
 }
 """Where the names are that are loaded when they are first used: most jobs use one or two of them. Those of the enforcer
 are what a carrier of one's own is made of (docs/enforcer.md)."""

@@ -74,7 +74,7 @@ LINES: dict[str, tuple[str, ...]] = {
 OTHERS = {
     "bench", "cluster convert", "controller", "demo", "help", "lab clean", "lab run", "lab show", "pipeline export",
     "probe", "program convert", "run", "runtime fit", "selftest", "status", "strategy build", "tune",
-    "workload convert",
+    "weights run", "workload convert",
 }  # fmt: skip
 """Commands that need a job or a controller, or whose output is a file."""
 NO_JSON = {

@@ -43,6 +43,7 @@ LIVE = {
     "run": "needs a job (tests/cli/test_run_command.py)",
     "status": "needs a controller (tests/cli/test_controller_command.py)",
     "tune": "needs a job (tests/cli/test_tune_command.py)",
+    "weights run": "needs a job of several ranks (tests/runtime/test_reshard_plugins.py)",
 }
 RESHARD = ("--src", "(2,2) S0R", "--dst", "(2,2) RS0", "--shape", "64,64", "-c", "p3_8xlarge:4")
 WEIGHTS = ("llama-3-70b", "--trainer", "fsdp=8", "--server", "tp=8", "-c", "dgx_h100:2")

@@ -27,6 +27,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+import stretto.torch
+
 TRAINERS, SERVERS, STEPS = 2, 2, 2
 WIDTH, HEADS, INNER, VOCABULARY, LAYERS = 16, 4, 24, 32, 2
 Pairs = Iterable[tuple[str, torch.Tensor]]
@@ -261,9 +263,9 @@ def verl(rank: int, store: Any) -> Any:
     """Four workers, two of them actors, twice with the same group and once with one rollout worker less."""
     from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
-    import stretto.plugins
+    from stretto.plugins import register_verl
 
-    stretto.plugins.register_verl()
+    register_verl()
     actor = rank < TRAINERS
     engine = CheckpointEngineRegistry.new("stretto", bucket_size=600, is_master=rank == 0, device="cpu", timeout_s=60.0)
     torch.manual_seed(0)
@@ -296,6 +298,41 @@ async def received(engine: Any, state: dict[str, torch.Tensor]) -> bool:
     return [name for name, _ in got] == list(state) and all(torch.equal(t, state[name]) for name, t in got)
 
 
+def run(rank: int) -> Any:
+    """`stretto weights run` as a function: layouts in which two axes cut a dimension, and all three systems."""
+    from stretto.weights import small_model
+
+    made = stretto.torch.run_weights(
+        small_model(64, layers=1), trainer="fsdp=2", server="tp=2", runs=1, staging_bytes=40_000
+    )
+    twice = stretto.torch.run_weights(
+        small_model(64, layers=1), trainer="fsdp=2,tp=2", server="dp=2,tp=2@0-3", runs=1, systems=["stretto"]
+    )
+    fits = made.bound_us <= made.predicted_us
+    return [[[s.system, s.exact, len(s.times_s)] for s in (*made.systems, *twice.systems)], fits, made.slowdown > 0]
+
+
+def elastic(rank: int, port: int) -> Any:
+    """A trainer, a server, and one that comes later with a number that nobody had; then the first server leaves."""
+    number = (0, 1, 7, 9)[rank]
+    world = stretto.torch.SyncWorld.join(f"127.0.0.1:{port}", number, name="elastic", timeout_s=60.0)
+    weights = {"w": torch.arange(6.0), "b": torch.ones(3)} if rank == 0 else None
+    goal = {"w": torch.zeros(6), "b": torch.zeros(3)} if rank else None
+    sync: Any = None
+    seen: list[Any] = []
+    for step, ranks in enumerate(([0, 1], [0, 1, 7], [0, 7])):
+        if number not in ranks:
+            continue
+        more: dict[str, Any] = {"ranks": ranks, "world": world}
+        sync = sync.reform(ranks) if sync is not None else stretto.torch.WeightSync(weights, goal, **more)
+        if weights is not None:
+            weights["w"].add_(step)
+        version = sync.update()
+        with sync.read() as held:
+            seen.append([version, held["w"].sum().item() if rank else None])
+    return seen
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     port = store_port()
@@ -307,10 +344,10 @@ def main() -> None:
         except ImportError:
             real[package] = False
             vllm_standin.install(package)
-    import stretto.plugins
+    from stretto.plugins import register_vllm
 
-    stretto.plugins.register_vllm()
-    stretto.plugins.register_vllm()
+    register_vllm()
+    register_vllm()
 
     def rank_main(rank: int) -> None:
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
@@ -320,6 +357,8 @@ def main() -> None:
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=PrefixStore("verl", store), rank=rank, world_size=4)
         told = {"vllm": told, "verl": verl(rank, PrefixStore("verl engine", store)), "real": real}
+        told["run"] = run(rank)
+        told["elastic"] = elastic(rank, port)
         (folder / f"{rank}.json").write_text(json.dumps(told))
         dist.barrier()
         dist.destroy_process_group()

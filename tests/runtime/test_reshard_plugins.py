@@ -43,6 +43,22 @@ def test_verl_gets_all_tensors_in_buckets_and_keeps_a_group_that_is_as_it_was(ou
     assert [groups for _, groups in found[:2]] == [2, 2]
 
 
+def test_real_weights_arrive_exactly_in_all_three_ways(outcomes: Outcomes) -> None:
+    for systems, fits, slowed in outcomes["run"]:
+        names = ["stretto", "send_recv", "gather_broadcast", "stretto"]
+        assert systems == [[name, True, 1] for name in names]
+        assert fits and slowed
+
+
+def test_a_rank_comes_that_the_others_did_not_start_with_and_one_leaves(outcomes: Outcomes) -> None:
+    sent, first, late, none = outcomes["elastic"]
+    assert sent == [[1, None], [2, None], [3, None]]
+    # 0 + 1 + ... + 5 = 15, and one more per element and step.
+    assert first == [[1, 15.0], [2, 21.0]]
+    assert late == [[2, 21.0], [3, 33.0]]
+    assert none == []
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_real_package_was_used(outcomes: Outcomes, package: str) -> None:
     if find_spec(package) is None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
@@ -19,14 +19,19 @@ from ..report.html import Section, timeline_section, write_html
 from ..report.table import ResultTable
 from ..report.table_html import table_html
 from ..resharding import ReshardPlan, load_plan, save_plan
+from ..runtime.probe.join import place
 from ..simulator import Timeline
 from ..units import format_bytes, format_us
-from ..weights import DTYPES, MODELS, WeightPlan, plan_weights
-from .common import out
-from .options import ClusterOption, HtmlOption, JsonOption, TraceOption
+from ..weights import DTYPES, MODELS, WeightPlan, model_of_size, plan_weights
+from .common import out, parse_one_size
+from .options import ClusterOption, HtmlOption, JsonOption, OneSizeOption, RankJsonOption, TraceOption
 from .outputs import OutputFiles, output
 
+if TYPE_CHECKING:
+    from ..resharding.tensors.weight_run import WeightRun
+
 SHOWN = 12
+SYSTEMS = ("stretto", "send_recv", "gather_broadcast")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -42,6 +47,8 @@ app = typer.Typer(
       stretto weights plan qwen3-235b --trainer pp=4,dp=8,tp=2,ep=16@0-63 \\
           --server tp=8,dp=8@72-135 -c gb200_nvl72:2 -o plan.json --html plan.html
       stretto weights explain plan.json
+      stretto lab run --hosts 4 --ranks 4 --uplink eth=400mbit -- \\
+          stretto weights run --trainer fsdp=8 --server tp=4,dp=2 --bytes 64M
     """,
 )
 
@@ -118,6 +125,78 @@ def explain(
     console.print(_senders_table(found, timeline))
     console.print(_busiest(found, timeline))
     files.tell()
+
+
+@app.command()
+def run(
+    trainer: Side,
+    server: Side,
+    nbytes: OneSizeOption = "64M",
+    runs: Annotated[int, typer.Option(metavar="N", help="How often each system runs for the clock.")] = 3,
+    system: Annotated[
+        list[str] | None,
+        typer.Option(metavar="|".join(SYSTEMS), help="Run this one only; may be repeated."),
+    ] = None,
+    rows: RankJsonOption = None,
+) -> None:
+    """Send real weights between the ranks of a job and time it. Every rank runs this command.
+
+    \b
+    The model is a dense transformer of so many bytes in bf16. Beside ours run plain
+    messages (send_recv) and everything gathered on one rank and broadcast
+    (gather_broadcast, as vLLM's own engine does). STRETTO_CLUSTER names the
+    cluster to plan for and to say the bound of.
+
+    \b
+    Examples:
+      torchrun --nproc-per-node 8 -m stretto weights run --trainer fsdp=4 --server tp=2,dp=2
+      stretto lab run --hosts 4 --ranks 4 --uplink eth=400mbit -- \\
+          stretto weights run --trainer fsdp=8 --server tp=4,dp=2 --bytes 64M
+    """
+    import torch
+    import torch.distributed as dist
+
+    from ..resharding.tensors.weight_run import run_weights
+
+    place(command="weights run")
+    if not 1 <= runs <= 1000:
+        raise InvalidInput(f"--runs: must be 1..1000, not {runs}")
+    torch.set_num_threads(1)
+    model = model_of_size(parse_one_size(nbytes))
+    dist.init_process_group("gloo")
+    try:
+        found = run_weights(model, trainer=trainer, server=server, runs=runs, systems=system or SYSTEMS)
+        if dist.get_rank() == 0:
+            files = OutputFiles()
+            files.json(rows, _run_rows(found))
+            out().print(_run_table(found))
+            files.tell()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _run_rows(run: WeightRun) -> dict[str, Any]:
+    return {
+        "model": run.model.name, "nbytes": run.nbytes, "bound_us": run.bound_us, "predicted_us": run.predicted_us,
+        "training_slowdown": run.slowdown,
+        "systems": [
+            {"system": s.system, "exact": s.exact, "time_us": s.time_s * 1e6, "stopped_us": s.stopped_s * 1e6}
+            for s in run.systems
+        ],
+    }  # fmt: skip
+
+
+def _run_table(run: WeightRun) -> ResultTable:
+    title = f"{format_bytes(run.nbytes)} in {len(run.model.tensors)} tensors: bound {format_us(run.bound_us)}, "
+    title += f"predicted {format_us(run.predicted_us)}, a training step {run.slowdown:.2f}x as long meanwhile"
+    table = ResultTable("system", ">time", ">over the bound", ">servers stopped", ">bits", title=title)
+    for s in run.systems:
+        over = f"{s.time_s * 1e6 / run.bound_us:.2f}x" if run.bound_us > 0 else "-"
+        table.add_row(
+            s.system, format_us(s.time_s * 1e6), over, format_us(s.stopped_s * 1e6), "exact" if s.exact else "WRONG"
+        )
+    return table
 
 
 def _row(plan: WeightPlan) -> dict[str, Any]:

@@ -150,7 +150,8 @@ class StrettoWeightTransferEngine(WorkerBase):  # type: ignore[misc]
         """Have the model's own loader take whole tensors; vLLM's models are loaded layer by layer."""
         with sync.read_pieces() as weights:
             pairs = ((name, tensor) for name, tensor in weights.items() if name in names)
-            if "vllm.model_executor" not in sys.modules:
+            if not any(type(module).__module__.startswith("vllm.") for module in self.model.modules()):
+                # No layers of vLLM's, whose kernels may want weights in other shapes than they are loaded in.
                 self.model.load_weights(pairs)
                 return
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload

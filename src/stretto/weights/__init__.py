@@ -4,7 +4,7 @@ size, and mapping files for names and layouts that differ.
 """
 
 from .mapping import MappedTensor, MappingRule, WeightMapping
-from .models import MODELS, ModelShapes, ModelTensor, model_shapes
+from .models import MODELS, ModelShapes, ModelTensor, model_of_size, model_shapes, small_model
 from .parallel import ParallelDegrees
 from .planning import DTYPES, WeightPlan, plan_weights
 
@@ -18,6 +18,8 @@ __all__ = [
     "ParallelDegrees",
     "WeightMapping",
     "WeightPlan",
+    "model_of_size",
     "model_shapes",
     "plan_weights",
+    "small_model",
 ]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from ..errors import unknown
+from ..errors import InvalidInput, unknown
 
 ROLES = ("column", "row", "kv", "vocab", "expert_column", "expert_row", "replicated")
 """How tensor and expert parallelism cut a tensor: ``column`` and ``vocab`` by output rows, ``row`` by inputs, ``kv`` by
@@ -196,3 +196,42 @@ def model_shapes(name: str) -> ModelShapes:
         name=name, num_layers=config.num_hidden_layers, tensors=tuple(_tensors(config)), published_billion=billion,
         source=source,
     )  # fmt: skip
+
+
+def small_model(hidden: int, *, layers: int = 4, vocabulary: int = 0) -> ModelShapes:
+    """A dense transformer of any width, for runs with real bytes.
+
+    >>> small_model(256).parameters
+    4196608
+
+    Args:
+        hidden: the width, a multiple of 64.
+        layers: the number of layers.
+        vocabulary: rows of the embedding and of the head; four times the width where none are given.
+
+    Returns:
+        Its tensors.
+
+    Raises:
+        InvalidInput: a size is none.
+    """
+    if hidden < 64 or hidden % 64 or layers < 1 or vocabulary < 0:
+        raise InvalidInput(f"hidden, layers: must be a multiple of 64 and >= 1, not {hidden} and {layers}")
+    config = _Config(
+        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=hidden // 32, intermediate_size=3 * hidden,
+        vocab_size=vocabulary or 4 * hidden, num_key_value_heads=max(4, hidden // 128), head_dim=32,
+    )  # fmt: skip
+    return ModelShapes(
+        name=f"dense-{hidden}x{layers}", num_layers=layers, tensors=tuple(_tensors(config)), published_billion=0.0,
+        source="a dense transformer to measure with",
+    )  # fmt: skip
+
+
+def model_of_size(nbytes: float, *, layers: int = 4) -> ModelShapes:
+    """The `small_model` whose weights in bf16 come nearest to some bytes.
+
+    >>> 0.9e9 < 2 * model_of_size(1e9).parameters < 1.1e9
+    True
+    """
+    sizes = [small_model(64 * k, layers=layers) for k in range(1, 257)]
+    return min(sizes, key=lambda model: abs(2 * model.parameters - nbytes))
