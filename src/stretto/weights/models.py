@@ -202,7 +202,7 @@ def small_model(hidden: int, *, layers: int = 4, vocabulary: int = 0) -> ModelSh
     """A dense transformer of any width, for runs with real bytes.
 
     >>> small_model(256).parameters
-    4196608
+    3672320
 
     Args:
         hidden: the width, a multiple of 64.
