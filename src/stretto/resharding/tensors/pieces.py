@@ -88,7 +88,7 @@ def assembled(
         if rule.scale:
             joined, scales = _quantized(joined, to.dtype, rule.block)
             yield one.scale, like(target[one.scale], scales)
-        yield one.to, like(to, joined.contiguous() if joined is not locals_[0] else joined.clone())
+        yield one.to, like(to, joined.clone(memory_format=torch.contiguous_format))
 
 
 def _taken(piece: torch.Tensor, have: PlacedTensor, want: PlacedTensor, rank: int) -> torch.Tensor:
