@@ -4,10 +4,10 @@
 A model has 6 to 16 variables from 1 k to 16 M elements (a third of the models with a sparse table, half with linear
 layers whose factors are known), a cluster 2 to 4 hosts with 1, 2 or 4 GPUs, uplinks of 1 to 50 Gb/s, alike or not, and
 for half of them a limit of 10 Gb/s for one connection. The compute is 0.2 to 2 times what the bytes take on the slowest
-uplink. Iterations are simulated link by link. `random` is the guided sampler alone; `no builders` is Algorithm 1 with
-the same sampler, as in the paper; `tune` is what `stretto tune` does the first time; `recurrent` the same with the
-recurrent ranking model; `experienced` the same with what twelve other searches, on other models and clusters, have
-left. All begin with all-reduce in DDP's buckets.
+uplink. Iterations are simulated link by link. `random` is the guided sampler alone; `recurrent` is what `stretto tune`
+does the first time; `gaussian` is the same with the Gaussian process; `no builders` Algorithm 1 with the sampler alone,
+as in the paper; `experienced` with what twelve other searches, on other models and clusters, have left. All begin with
+all-reduce in DDP's buckets.
 
 `best_after_N` is DDP's time over the best after N trials, the geometric mean over problems and seeds; `over_random` the
 same over what random draws found with the same problem and seed after all trials, with the standard deviation and the
@@ -50,10 +50,10 @@ from stretto.strategy.search import RANKERS, StrategyResult, search
 
 METHODS: dict[str, dict[str, Any]] = {
     "random": {"method": "random"},
-    "no builders": {"with_builders": False},
-    "tune": {},
+    "gaussian, no builders": {"ranker": "gaussian", "with_builders": False},
+    "gaussian": {"ranker": "gaussian"},
     "recurrent": {"ranker": "recurrent"},
-    "experienced": {},
+    "gaussian, experienced": {"ranker": "gaussian"},
 }
 TAUGHT = tuple(range(800, 812))
 """The problems whose searches are the experience of `experienced`."""
@@ -131,7 +131,7 @@ def taught(trials: int) -> Experience:
     """The experience of searches on other models and clusters."""
     known = Experience()
     for seed in TAUGHT:
-        lesson = searched(seed, "tune", trials).lesson
+        lesson = searched(seed, "gaussian", trials).lesson
         assert lesson is not None
         known = known.plus(lesson)
     return known
@@ -139,7 +139,7 @@ def taught(trials: int) -> Experience:
 
 def curve(seed: int, how: str, trials: int) -> Floats:
     """The gain over all-reduce in buckets after each trial of one search."""
-    found = searched(seed, how, trials, taught(trials) if how == "experienced" else None)
+    found = searched(seed, how, trials, taught(trials) if how == "gaussian, experienced" else None)
     return np.array(found.usual_us / np.minimum.accumulate([trial.iteration_us for trial in found.trials]))
 
 
@@ -155,7 +155,7 @@ def accuracy(scores: Floats, times: Floats) -> float:
 def phase_accuracies(seed: int, ranker: str) -> Floats:
     """Phases by buckets of one search; the last column has all pairs."""
     model, cluster = problem(seed)
-    trials = searched(seed, "tune", TRIALS).trials
+    trials = searched(seed, "gaussian", TRIALS).trials
     cost = StrategyCostModel(model, cluster)
     features = SequenceFeatures(cost) if ranker == "recurrent" else Features(cost)
     sampler = Sampler(model, cluster, seed=seed + 10_000)

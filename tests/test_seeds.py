@@ -63,7 +63,7 @@ DOORS: dict[str, Callable[[Any], object]] = {
         src="(2,2) RR", dst="(2,2) S0R", shape=(8, 8), cluster=st.Cluster.preset("ring", nodes=8), seed=seed
     ),
     "sampler": lambda seed: Sampler(MODEL, 4, seed=seed),
-    "strategies": lambda seed: search_strategy(MODEL, 4, lambda strategy: 1.0, seed=seed),
+    "strategies": lambda seed: search_strategy(MODEL, 4, lambda strategy: 1.0, ranker="gaussian", seed=seed),
     "pipeline": lambda seed: search_pipeline(StageCosts.even(2, forward_us=1.0), 4, seed=seed),
     "dimensions": lambda seed: dimension_schedule(
         [Dim(kind="ring", size=4, gb_per_s=1.0, step_us=1.0)], "all_reduce", 1e6, seed=seed

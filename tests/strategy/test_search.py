@@ -27,7 +27,8 @@ def simulated(strategy: Strategy) -> float:
 
 
 def found(trials: int = 12, **options: int | str | bool) -> StrategyResult:
-    return search(MODEL, CLUSTER, simulated, trials=trials, **options)  # type: ignore[arg-type]
+    # The Gaussian process learns in a fraction of the time, and what is tested here is the search around it.
+    return search(MODEL, CLUSTER, simulated, trials=trials, **{"ranker": "gaussian"} | options)  # type: ignore[arg-type]
 
 
 def test_it_is_never_slower_than_all_reduce_and_spends_its_trials() -> None:
@@ -79,7 +80,7 @@ def test_a_later_search_begins_with_what_an_earlier_one_found() -> None:
 def test_the_recurrent_model_searches_too() -> None:
     result = found(10, ranker="recurrent", confirm=0)
     assert result.best_us < result.usual_us
-    with pytest.raises(InvalidInput, match="gaussian, recurrent"):
+    with pytest.raises(InvalidInput, match="recurrent, gaussian"):
         found(2, ranker="transformer")
 
 
@@ -96,7 +97,7 @@ def test_a_lucky_run_does_not_win_when_repeated() -> None:
         seen.append(strategy)
         return 1.0 if len(seen) == 4 and not again else simulated(strategy)
 
-    result = search(MODEL, CLUSTER, lucky, trials=16)
+    result = search(MODEL, CLUSTER, lucky, trials=16, ranker="gaussian")
     assert result.trials[3].iteration_us == 1.0 and result.best_us > 1.0
     assert result.best_us == simulated(result.best)
 
@@ -108,7 +109,7 @@ def test_strategies_that_do_not_run_are_passed_over() -> None:
         return simulated(strategy)
 
     heard: list[StrategyTrial] = []
-    result = search(MODEL, CLUSTER, fragile, trials=20, on_trial=heard.append)
+    result = search(MODEL, CLUSTER, fragile, trials=20, ranker="gaussian", on_trial=heard.append)
     assert len(heard) == 20 and math.isfinite(result.best_us)
     assert all(trial.why == "no sharding here" for trial in heard if math.isinf(trial.iteration_us))
 
@@ -147,7 +148,7 @@ class Machine:
 
 def test_several_at_once_are_tried_together() -> None:
     bench = Machine({}, places=6)
-    search(MODEL, CLUSTER, bench, trials=14, confirm=0)
+    search(MODEL, CLUSTER, bench, trials=14, ranker="gaussian", confirm=0)
     assert sum(bench.sizes) == 14 and max(bench.sizes) == 6
 
 
@@ -179,7 +180,7 @@ def test_a_model_of_one_variable_ends_when_there_is_nothing_more_to_try() -> Non
     from stretto.strategy import Variable
 
     model = ModelSpec(name="one", variables=(Variable(name="w", shape=(4,)),))
-    result = search(model, 2, lambda strategy: 1.0, trials=200)
+    result = search(model, 2, lambda strategy: 1.0, trials=200, ranker="gaussian")
     assert len(result.trials) < 200
 
 

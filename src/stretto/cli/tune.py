@@ -74,7 +74,7 @@ ScratchOption = Annotated[
     Path | None, typer.Option(metavar="DIR", help="A folder that all hosts see. Default: this machine's for such.")
 ]
 RankerOption = Annotated[
-    str, typer.Option(metavar="gaussian|recurrent", help="What learns from trials; the first finds more.")
+    str, typer.Option(metavar="recurrent|gaussian", help="What learns from trials; the first finds more.")
 ]
 ExperienceOption = Annotated[
     Path | None,
@@ -99,7 +99,7 @@ def tune(
     allow_lossy: Annotated[bool, typer.Option("--allow-lossy", help="Also try compressed gradients.")] = False,
     allow_stale: Annotated[int, typer.Option(metavar="K", help="Also try parameters up to K steps old.")] = 0,
     method: MethodOption = "learned",
-    ranker: RankerOption = "gaussian",
+    ranker: RankerOption = RANKERS[0],
     experience: ExperienceOption = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Use no experience, and leave none.")] = False,
     backend: BackendOption = "processes",
