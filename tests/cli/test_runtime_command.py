@@ -47,6 +47,7 @@ def test_prices_are_fitted_to_a_file_of_times(good: Run, bad: Run, tmp_path: Pat
     measured.write_text(json.dumps({"cluster": "shared_gpu:2", "rows": rows}))
     assert "not fitted" in good("runtime", "fit", str(measured), "-o", str(made), "--free", "put,instruction_us")
     assert "made" in good("runtime", "show", str(made))
-    rows[1]["time_us"] = -1.0
-    measured.write_text(json.dumps({"cluster": "shared_gpu:2", "rows": rows}))
-    assert "rows[1].time_us: must be > 0" in bad("runtime", "fit", str(measured), "-o", str(made))
+    for wrong in (-1.0, 1e308, 2**64):
+        rows[1]["time_us"] = wrong
+        measured.write_text(json.dumps({"cluster": "shared_gpu:2", "rows": rows}))
+        assert "rows[1].time_us: must be > 0" in bad("runtime", "fit", str(measured), "-o", str(made))

@@ -33,7 +33,7 @@ SAMPLES: dict[str, dict[str, tuple[str, Any]]] = {
     "symmetric": {"pieces": ("1,2", [1, 2])},
     "compose": {"pieces": ("1,2", [1, 2])},
     "exchange": {},
-    "exact": {"solver": ("highs", "highs"), "channels": ("nvlink", ["nvlink"])},
+    "exact": {"solver": ("highs", "highs"), "channels": ("dim0", ["dim0"])},
     "flow": {"pieces": ("4", 4)},
     "forest": {
         "max_k": ("2", 2), "max_height": ("3", 3), "max_transfers": ("500", 500), "multicast": ("false", False),
@@ -132,6 +132,7 @@ def test_an_option_that_a_maker_does_not_have_is_an_error(name: str, capsys: pyt
         (["--set", "forest.max_k=1", "--set", "forest.max_k=2"], "forest.max_k is given twice"),
         (["--set", "forest.max_k=1", "--makers", "greedy"], "options of forest: it is not among the makers that are"),
         (["--set", "flow.pieces=1"], "options of flow: it does not do all_gather"),
+        (["--set", "exact.channels=dim0,wire"], "unknown channel in options of exact 'wire'; choose from: dim0"),
     ],
 )
 def test_wrong_settings_are_one_line(settings: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,6 +141,26 @@ def test_wrong_settings_are_one_line(settings: list[str], message: str, capsys: 
     assert message in said.err
     assert said.err.count("\n") == 1
     assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"maker_options": {"forest": 5}}, "maker_options: must be like"),
+        ({"maker_options": ["forest"]}, "maker_options: must be like"),
+        ({"makers": "forest"}, "makers: must be like"),
+        ({"makers": [5]}, "makers: must be like"),
+    ],
+)
+def test_options_and_names_of_another_form_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        synthesize(st.AllGather(4), st.Cluster.load("ring:4"), 1e6, **given)
+
+
+def test_options_of_a_maker_that_is_left_out_for_its_size_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.synthesis.makers.MAX_WHOLE_MOVES", 1000)
+    with pytest.raises(InvalidInput, match="options of greedy: it moves 66306 chunks, written out for all ranks"):
+        synthesize(st.AllGather(258), st.Cluster.load("ring:258"), 1e6, maker_options={"greedy": {"pieces": 1}})
 
 
 def test_a_sketch_that_no_maker_would_follow_is_refused() -> None:

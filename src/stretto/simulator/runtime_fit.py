@@ -15,6 +15,7 @@ from ..errors import InvalidInput, unknown
 from ..programs.formats.mscclpp_wide import PlanForm
 from ..programs.lowered import OPS, Lowered
 from ..programs.wide import WideProgram
+from ..units import LARGEST
 from .priced import run_priced
 from .priced_wide import wide_time_us
 from .runtimes import WORK, Runtime
@@ -39,8 +40,9 @@ class RuntimeRow:
 
     def __post_init__(self) -> None:
         for key in ("nbytes", "time_us"):
-            if not (np.isfinite(getattr(self, key)) and getattr(self, key) > 0):
-                raise InvalidInput(f"{key}: must be > 0, not {getattr(self, key)}")
+            # NumPy does not take whole numbers of any size, which a file may have.
+            if not 0 < getattr(self, key) <= LARGEST:
+                raise InvalidInput(f"{key}: must be > 0 and at most {LARGEST:g}, not {str(getattr(self, key))[:40]}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -357,6 +357,10 @@ def check_options(given: MakerOptions, wanted: Sequence[str] | None) -> dict[str
     known = makers()
     if wanted is not None and not wanted:
         raise InvalidInput(f"makers: none is named; choose from: {', '.join(known)}")
+    if not isinstance(given, Mapping) or not all(isinstance(options, Mapping) for options in given.values()):
+        raise InvalidInput(f"maker_options: must be like {{'forest': {{'max_k': 2}}}}, not {str(given)[:80]}")
+    if isinstance(wanted, str) or not all(isinstance(name, str) for name in wanted or ()):
+        raise InvalidInput(f"makers: must be like ['forest', 'greedy'], not {str(wanted)[:80]}")
     asked = set(known) if wanted is None else {name.partition(":")[0] for name in wanted}
     for name in given:
         if name not in known:
@@ -436,12 +440,15 @@ def plan_tasks(
             for task in found
             if name in mine or task.label in mine
         ]
-    for name in own:
-        if name in refused:
-            raise InvalidInput(f"options of {name}: it {refused[name]}")
     if problem.ranks > SMALL:
         tasks.sort(key=lambda task: task.maker == LIBRARY)
         tasks, refused = _without_whole_programs(problem, tasks, refused) if wanted is None else (tasks, refused)
+    for name, values in own.items():
+        if name in refused:
+            raise InvalidInput(f"options of {name}: it {refused[name]}")
+        for channel in values.get("channels", ()):
+            if channel not in problem.cluster.channels:
+                raise unknown(f"channel in options of {name}", channel, problem.cluster.channels)
     _check_sketch(problem, {task.maker for task in tasks}, refused)
     return tasks, refused
 
