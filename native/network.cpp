@@ -64,7 +64,7 @@ nb::object simulate(In<bool> reduce, In<double> bytes, In<int64_t> after_ptr, In
                     In<int64_t> route_ptr, In<int32_t> route_links, In<double> alpha_us, In<double> bytes_per_us,
                     In<double> flow_cap, In<int32_t> incast, In<int64_t> curve_ptr, In<int32_t> curve_flows,
                     In<double> curve_share, double reduce_us_per_byte, bool alpha_blocks, bool fair,
-                    std::optional<In<double>> delay_us, std::optional<In<int32_t>> cast) {
+                    std::optional<In<double>> delay_us, std::optional<In<int32_t>> cast, int32_t load_slots) {
   Transfers t{(int32_t)bytes.shape(0), route.data(), connection.data(), reduce.data(), bytes.data(),
               {after_ptr.data(), after.data()}, {gate_ptr.data(), gate.data()}, gate_reads.data(), reduce_us_per_byte,
               delay_us ? delay_us->data() : nullptr, cast ? cast->data() : nullptr};
@@ -73,10 +73,18 @@ nb::object simulate(In<bool> reduce, In<double> bytes, In<int64_t> after_ptr, In
   Run run;
   {
     nb::gil_scoped_release release;
-    run = fair ? simulate_fair(t, net, (int64_t)alpha_us.shape(0)) : simulate_fifo(t, net, (int64_t)alpha_us.shape(0));
+    auto once = [&] {
+      auto num_links = (int64_t)alpha_us.shape(0);
+      return fair ? simulate_fair(t, net, num_links) : simulate_fifo(t, net, num_links);
+    };
+    run = once();
+    double total = run.end.empty() ? 0 : *std::max_element(run.end.begin(), run.end.end());
+    // How long a slot is, is known once all have ended: so the same happens again.
+    if (load_slots > 0 && total > 0) net.load_slots = load_slots, net.slot_us = total / load_slots, run = once();
   }
   return nb::make_tuple(to_numpy(std::move(run.start)), to_numpy(std::move(run.end)), to_numpy(std::move(run.critical_path)),
-                        to_numpy(std::move(run.link_busy)), to_numpy(std::move(run.link_bytes)), run.events);
+                        to_numpy(std::move(run.link_busy)), to_numpy(std::move(run.link_bytes)), run.events,
+                        to_numpy(std::move(run.link_load)));
 }
 
 }  // namespace
@@ -87,7 +95,7 @@ void bind_network(nb::module_& m) {
         nb::arg("route_ptr"), nb::arg("route_links"), nb::arg("alpha_us"), nb::arg("bytes_per_us"),
         nb::arg("flow_cap"), nb::arg("incast"), nb::arg("curve_ptr"), nb::arg("curve_flows"), nb::arg("curve_share"),
         nb::arg("reduce_us_per_byte"), nb::arg("alpha_blocks"), nb::arg("fair"),
-        nb::arg("delay_us") = nb::none(), nb::arg("cast") = nb::none());
+        nb::arg("delay_us") = nb::none(), nb::arg("cast") = nb::none(), nb::arg("load_slots") = 0);
   m.def("cast_forks", &cast_forks, nb::arg("cast"), nb::arg("route"), nb::arg("route_ptr"), nb::arg("route_links"));
 }
 }  // namespace stretto

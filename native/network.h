@@ -22,6 +22,8 @@ struct Network {
   Rows<int32_t> curve_flows;
   const double* curve_share;  // beside curve_flows.values
   bool alpha_blocks;
+  int32_t load_slots = 0;  // the load of links is recorded in so many slots of time, if any,
+  double slot_us = 0;      // each so long
 };
 
 struct Transfers {
@@ -38,6 +40,7 @@ struct Transfers {
 
 struct Run {
   std::vector<double> start, end, link_busy, link_bytes;
+  std::vector<double> link_load;  // if it is recorded: for each link the share of each slot that it was busy
   std::vector<int32_t> critical_path;  // transfers, each held up by the one before it
   int64_t events = 0;
 };
@@ -138,6 +141,7 @@ class Driver {
     for (int32_t x = 0; x < t.count; x++) first_stage_[x + 1] = first_stage_[x] + std::max<int64_t>(1, hops(x)) + 1;
     cause_.assign(first_stage_[t.count], kNothing);
     run.link_busy.assign(num_links, 0), run.link_bytes.assign(num_links, 0);
+    run.link_load.assign(num_links * net.load_slots, 0);
     next_.assign(t.count, kNobody);
     for (size_t x = 0; x < members_left_.size(); x++) members_left_[x] = casts_.size((int32_t)x);
     std::vector<int32_t> last;
@@ -178,6 +182,18 @@ class Driver {
   int64_t stage(int32_t x, int64_t hop) const { return first_stage_[x] + hop; }
   int64_t last_stage(int32_t x) const { return first_stage_[x + 1] - 1; }
   void blame(int64_t stage, int64_t cause) { cause_[stage] = cause; }
+
+  bool records_load() const { return net_.slot_us > 0; }
+
+  // A link carries this share of what it can.
+  void record_load(int32_t link, double begin, double end, double share) {
+    double* load = run.link_load.data() + (int64_t)link * net_.load_slots;
+    auto first = std::clamp((int64_t)(begin / net_.slot_us), (int64_t)0, (int64_t)net_.load_slots - 1);
+    for (int64_t slot = first; slot < net_.load_slots && slot * net_.slot_us < end; slot++) {
+      double inside = std::min(end, (slot + 1) * net_.slot_us) - std::max(begin, slot * net_.slot_us);
+      load[slot] += share * std::max(0.0, inside) / net_.slot_us;
+    }
+  }
 
   bool has_read_gates(int32_t x) const { return read_gated_.begin(x) != read_gated_.end(x); }
 

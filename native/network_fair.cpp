@@ -48,7 +48,7 @@ class Fair : public Driver<Fair> {
       default: break;
     }
     if (e.kind - kDrain != version_[x]) return;  // its rate has changed since
-    leave(x);
+    leave(x, e.time);
     read_done(x);
     if (int32_t next = next_message(x); next != kNobody) {
       int32_t first = casts_.leader(next);
@@ -67,6 +67,9 @@ class Fair : public Driver<Fair> {
   void settle(double now) {
     if (changed_.empty()) return;
     collect();
+    if (records_load())
+      for (int32_t l : links_)
+        for (int32_t owner : flows_on_[l]) record_flow(l, owner, now);
     for (int32_t x : flows_) {
       left_[x] = std::max(0.0, left_[x] - rate_[x] * (now - since_[x]));
       since_[x] = now;
@@ -142,7 +145,17 @@ class Fair : public Driver<Fair> {
     });
   }
 
-  void leave(int32_t x) {
+  // What a link has carried of a flow, or of a strand, since their rates last changed.
+  void record_flow(int32_t link, int32_t owner, double now) {
+    double rate = 0, since = now;
+    each_flow(link, owner, [&](int32_t x) {
+      if (rate_[x] > rate) rate = rate_[x], since = since_[x];
+    });
+    if (rate > 0) record_load(link, since, now, rate / net_.rate[link]);
+  }
+
+  void leave(int32_t x, double now) {
+    if (records_load()) each_link(x, [&](int32_t l, int32_t owner, Strand*) { record_flow(l, owner, now); });
     rate_[x] = kIdle;
     each_link(x, [&](int32_t l, int32_t owner, Strand* strand) {
       auto& flows = flows_on_[l];

@@ -49,6 +49,7 @@ class Fifo : public Driver<Fifo> {
     free_at_[link] = begins + occupied;
     last_[link] = stage(x, hop);
     run.link_busy[link] += occupied, run.link_bytes[link] += bytes;
+    if (records_load()) record_load(link, begins, begins + occupied, 1);
     if (begins + busy >= tail_[x]) tail_[x] = begins + busy, slowest_[x] = stage(x, hop);  // else its tail is still to come in
     tail_[x] += alpha;
     if (hop == 0)

@@ -84,8 +84,15 @@ def simulate(
     fair: bool,
     delay_us: NDArray[np.float64] | None = None,
     cast: NDArray[np.int32] | None = None,
+    load_slots: int = 0,
 ) -> tuple[
-    NDArray[np.float64], NDArray[np.float64], NDArray[np.int32], NDArray[np.float64], NDArray[np.float64], int
+    NDArray[np.float64],
+    NDArray[np.float64],
+    NDArray[np.int32],
+    NDArray[np.float64],
+    NDArray[np.float64],
+    int,
+    NDArray[np.float64],
 ]: ...
 def cast_forks(
     cast: NDArray[np.int32],

@@ -45,6 +45,16 @@ def test_a_lone_cast_takes_as_long_as_its_slowest_branch(contention: str, alpha:
 
 
 @pytest.mark.parametrize(("contention", "alpha"), MODES)
+def test_the_load_of_the_shared_way_up_is_counted_once(contention: str, alpha: str) -> None:
+    timeline = st.simulate(
+        cast_to(1, 2, 3, chunks=4), star(), nbytes=1e6, contention=contention, alpha=alpha, load_slots=50
+    )
+    busy = timeline.link_load.sum(axis=1) * timeline.total_us / 50
+    np.testing.assert_allclose(busy, timeline.link_busy_us, rtol=1e-9, atol=1e-9)
+    assert timeline.link_load.max() <= 1 + 1e-9
+
+
+@pytest.mark.parametrize(("contention", "alpha"), MODES)
 def test_separate_sends_share_the_way_up(contention: str, alpha: str) -> None:
     program = cast_to(1, 2, 3)
     apart = program.replace(cast=np.full(3, -1, np.int32))

@@ -90,11 +90,11 @@ class ReshardPlan:
         """The time as a multiple of the lower bound; 1 is optimal."""
         return self.time_us / self.bound_us if self.bound_us > 0 else 1.0
 
-    def simulate(self, contention: str | None = None) -> Timeline | None:
+    def simulate(self, contention: str | None = None, *, load_slots: int = 0) -> Timeline | None:
         """Simulate the program on the cluster, link by link; None if there is nothing to move."""
         if self.program is None:
             return None
-        return simulate(self.program, self.cluster, nbytes=self.nbytes, contention=contention)
+        return simulate(self.program, self.cluster, nbytes=self.nbytes, contention=contention, load_slots=load_slots)
 
     @cached_property
     def schedule(self) -> tuple[ScheduledBundle, ...]:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 CONTENTION = ("fifo", "fair")
 ALPHA = ("pipelined", "blocking")
 MAX_CONNECTIONS = 1 << 28
+MAX_LOADS = 1 << 26
+"""The most numbers of a record of the links' load."""
 SIMULATE_PRICED: LateFunction[
     [
         Program | SymmetricProgram | Lowered,
@@ -37,6 +39,7 @@ SIMULATE_PRICED: LateFunction[
         str | None,
         str,
         Iterable[str] | None,
+        int,
     ],
     Timeline,
 ] = LateFunction("simulator.priced.simulate_priced")
@@ -56,6 +59,7 @@ def simulate(
     alpha: str = "pipelined",
     channels: Iterable[str] | None = None,
     runtime: Runtime | str | Path | None = None,
+    load_slots: int = 0,
 ) -> Timeline:
     """Run a program on a cluster link by link, and say how long it takes and why.
 
@@ -75,6 +79,8 @@ def simulate(
         channels: The channels whose links routes may use; all when not given.
         runtime: The price list of the runtime that is to run it, or its name or file: a program is then lowered, and
             its spans are instructions. By default links alone are charged.
+        load_slots: In how many equal slots of the time the load of each link is recorded, which takes as long again
+            (``Timeline.link_load``); not at all by default.
 
     Returns:
         The timeline, with the load of each link and the critical path.
@@ -90,7 +96,7 @@ def simulate(
     """
     nbytes = check_bytes(nbytes)
     if runtime is not None:
-        return SIMULATE_PRICED(program, cluster, nbytes, runtime, contention, alpha, channels)
+        return SIMULATE_PRICED(program, cluster, nbytes, runtime, contention, alpha, channels, load_slots)
     contention = _physics(cluster, contention, alpha)
     program.verify()
     moves = MessageGraph.of(program) if isinstance(program, Lowered) else program
@@ -105,7 +111,7 @@ def simulate(
         _check_casts(cluster, cast, route, route_ptr, route_links)
     if contention == "fifo":
         _refuse_caps(cluster, links[route_links])
-    start, end, critical_path, busy, moved, events = _native.simulate(
+    start, end, critical_path, busy, moved, events, load = _native.simulate(
         reduce=moves.reduce,
         bytes=nbytes_each,
         after_ptr=moves.after_ptr,
@@ -118,6 +124,7 @@ def simulate(
         route_ptr=route_ptr,
         route_links=route_links,
         cast=cast,
+        load_slots=_check_slots(load_slots, len(links)),
         **_network(cluster, links, contention, alpha),
     )
     facts = {
@@ -148,6 +155,7 @@ def simulate(
         link_busy_us=busy,
         link_bytes=moved,
         critical_path=critical_path,
+        link_load=load.reshape(len(links), load.size // max(len(links), 1)),
         facts=tuple(facts.items()),
     )
 
@@ -162,6 +170,8 @@ class Times:
     link_bytes: NDArray[np.float64]
     critical_path: NDArray[np.int32]
     """The transfers that lead up to the one that ends last, each delayed by the one before it."""
+    link_load: NDArray[np.float64]
+    """Links x slots of time, where the load was asked for: the share of each slot in which each link was busy."""
 
 
 def simulate_transfers(
@@ -179,6 +189,7 @@ def simulate_transfers(
     cast: NDArray[np.int32] | None = None,
     contention: str | None = None,
     alpha: str = "pipelined",
+    load_slots: int = 0,
 ) -> Times:
     """Simulate any transfers, such as those of many programs and the computation between them.
 
@@ -199,6 +210,7 @@ def simulate_transfers(
         cast: As in `Program`: transfers with the same number >= 0 are one multicast; none when not given.
         contention: "fifo" or "fair", as in `simulate`.
         alpha: "pipelined" or "blocking", as in `simulate`.
+        load_slots: As in `simulate`.
 
     Returns:
         The times of all transfers and the load of all links.
@@ -243,7 +255,7 @@ def simulate_transfers(
         _check_casts(cluster, cast, route, ptr, links)
     if contention == "fifo":
         _refuse_caps(cluster, links)
-    start, end, critical_path, busy, moved, _ = _native.simulate(
+    start, end, critical_path, busy, moved, _, load = _native.simulate(
         reduce=added,
         bytes=nbytes,
         after_ptr=after[0],
@@ -257,12 +269,22 @@ def simulate_transfers(
         route_links=links,
         delay_us=delay_us,
         cast=cast,
+        load_slots=_check_slots(load_slots, cluster.num_links),
         **_network(cluster, np.arange(cluster.num_links), contention, alpha),
     )
     stuck = np.flatnonzero(end < 0)
     if len(stuck):
         raise InvalidInput(f"after: transfer {stuck[0]} waits for itself ({len(stuck)} never end)")
-    return Times(start_us=start, end_us=end, link_busy_us=busy, link_bytes=moved, critical_path=critical_path)
+    return Times(
+        start_us=start, end_us=end, link_busy_us=busy, link_bytes=moved, critical_path=critical_path,
+        link_load=load.reshape(cluster.num_links, load.size // max(cluster.num_links, 1)),
+    )  # fmt: skip
+
+
+def _check_slots(slots: int, links: int) -> int:
+    if not 0 <= slots * max(links, 1) <= MAX_LOADS:
+        raise InvalidInput(f"load_slots: must be 0..{MAX_LOADS // max(links, 1)} for {links} links, not {slots}")
+    return slots
 
 
 def _within(name: str, values: NDArray[np.integer], limit: int) -> None:

@@ -54,6 +54,7 @@ class PricedRun:
     critical: NDArray[np.int32]
     link_busy_us: NDArray[np.float64]
     link_bytes: NDArray[np.float64]
+    link_load: NDArray[np.float64]
     start_us: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     end_us: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
@@ -90,6 +91,7 @@ def run_priced(
     contention: str | None = None,
     alpha: str = "pipelined",
     channels: Iterable[str] | None = None,
+    load_slots: int = 0,
 ) -> PricedRun:
     """Simulate a lowered program, which must have been verified, as a runtime runs it.
 
@@ -102,6 +104,7 @@ def run_priced(
         contention: How messages share links; by default as the runtime says, else as the cluster needs.
         alpha: As in `simulate`.
         channels: The channels whose links may be used; all when not given.
+        load_slots: As in `simulate`.
 
     Returns:
         The times.
@@ -119,7 +122,7 @@ def run_priced(
     moves = MessageGraph.of(streams)
     each = moves.transfer_bytes(nbytes / slices) * protocol.bytes_factor
     connection, route, ptr, links = routes_of(moves, cluster, channels, nbytes=nbytes / slices)
-    modes: dict[str, Any] = {"contention": contention or runtime.contention, "alpha": alpha}
+    modes: dict[str, Any] = {"contention": contention or runtime.contention, "alpha": alpha, "load_slots": load_slots}
     if runtime.is_free:
         times = simulate_transfers(
             cluster,
@@ -143,6 +146,7 @@ def run_priced(
             critical=times.critical_path,
             link_busy_us=times.link_busy_us,
             link_bytes=times.link_bytes,
+            link_load=times.link_load,
         )
     events = _Events.of(streams, nbytes / slices, runtime, protocol, dtype)
     first = events.first_message
@@ -240,7 +244,7 @@ class _Events:
             streams=x, src=moves.src, dst=moves.dst, nbytes=nbytes,
             message_start_us=times.start_us[self.first_message :], message_end_us=times.end_us[self.first_message :],
             start_us=times.start_us[:instructions], end_us=end, critical=path[keep],
-            link_busy_us=times.link_busy_us, link_bytes=times.link_bytes,
+            link_busy_us=times.link_busy_us, link_bytes=times.link_bytes, link_load=times.link_load,
         )  # fmt: skip
 
 
@@ -252,6 +256,7 @@ def simulate_priced(
     contention: str | None,
     alpha: str,
     channels: Iterable[str] | None,
+    load_slots: int = 0,
 ) -> Timeline:
     """What `simulate` does where a runtime is given; the arguments are its own.
 
@@ -263,6 +268,7 @@ def simulate_priced(
         contention: How messages share links; None: as the runtime says.
         alpha: "pipelined" or "blocking".
         channels: The channels that may be used; None: all.
+        load_slots: As in `simulate`.
 
     Returns:
         The timeline: a span for each instruction, or for each message where instructions cost nothing.
@@ -273,8 +279,9 @@ def simulate_priced(
     lowered = program if isinstance(program, Lowered) else lower(program)
     lowered.verify()
     run = run_priced(
-        lowered, cluster, nbytes=nbytes, runtime=prices, contention=contention, alpha=alpha, channels=channels
-    )
+        lowered, cluster, nbytes=nbytes, runtime=prices, contention=contention, alpha=alpha, channels=channels,
+        load_slots=load_slots,
+    )  # fmt: skip
     facts = {
         "program": lowered.name,
         "cluster": cluster.name,
@@ -306,6 +313,7 @@ def simulate_priced(
         link_names=tuple(cluster.link_name(i) for i in range(cluster.num_links)),
         link_busy_us=run.link_busy_us,
         link_bytes=run.link_bytes,
+        link_load=run.link_load,
         critical_path=critical,
         facts=tuple(facts.items()),
     )

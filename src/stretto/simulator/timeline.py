@@ -16,6 +16,7 @@ class Timeline:
 
     Span k runs on stream ``stream[k]`` (an index into `streams`) of rank ``rank[k]``, is called ``names[name[k]]``,
     and moves ``nbytes[k]`` from ``start_us[k]`` to ``end_us[k]``. Links are listed with the bytes that they carried;
+    `link_load` (links x slots of time) is the share of each slot in which each link was busy, where that was asked for;
     `critical_path` holds the spans (in order) whose delays add up to the total. `facts` says how the timeline came
     about (program, cluster, contention, alpha, ...).
     """
@@ -32,6 +33,7 @@ class Timeline:
     link_names: tuple[str, ...] = ()
     link_busy_us: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     link_bytes: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    link_load: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
     critical_path: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     facts: tuple[tuple[str, str], ...] = ()
 
