@@ -7,7 +7,8 @@ torchrun --nproc-per-node 4 examples/train_ddp.py --backend stretto
 from __future__ import annotations
 
 from models.gpt import GPT, Shape, distributed
-from train_loop import arguments, data_of_this_rank, join, leave, train
+from train_job import arguments, join, leave
+from train_loop import data_of_this_rank, train
 
 
 def main() -> None:

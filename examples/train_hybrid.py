@@ -13,7 +13,8 @@ import torch.distributed as dist
 from models.dlrm import DLRM, Shape
 from torch import nn
 from torch.nn import functional
-from train_loop import arguments, data_of_this_rank, join, leave, train
+from train_job import arguments, join, leave
+from train_loop import data_of_this_rank, train
 
 
 def train_here(options: argparse.Namespace) -> None:

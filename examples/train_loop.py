@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the training examples share: the command line, the job, and a loop that measures its iterations."""
+"""What the training examples share: the data of each rank, and a loop that measures its iterations."""
 
-import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,27 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-
-
-def arguments(text: str | None) -> argparse.ArgumentParser:
-    """The options that every example has."""
-    parser = argparse.ArgumentParser(description=text)
-    parser.add_argument("--backend", choices=["gloo", "stretto"], default="stretto")
-    parser.add_argument("--iterations", type=int, default=10)
-    parser.add_argument("--batch", type=int, default=8, help="samples of each rank")
-    parser.add_argument("--width", type=int, default=128, help="of the model's layers")
-    parser.add_argument("--shuffle", type=int, default=0, help="deal the data out in another order, by this seed")
-    parser.add_argument("--choices", action="store_true", help="print which program ran for which calls")
-    return parser
-
-
-def join(backend: str) -> None:
-    """Join the job that torchrun (or the lab) has set up in the environment."""
-    if backend == "stretto":
-        import stretto.torch  # noqa: F401  registers the backend
-    torch.set_num_threads(1)
-    dist.init_process_group(backend)
-    torch.manual_seed(0)
 
 
 def data_of_this_rank(shuffle: int) -> torch.Generator:
@@ -58,11 +35,3 @@ def train(model: nn.Module, loss_of: Callable[[nn.Module], Any], iterations: int
         print(f"backend {dist.get_backend()}, {dist.get_world_size()} ranks")
         print("loss", *(f"{loss:.9f}" for loss in losses))
         print(f"iteration {1e3 * statistics.median(late):.2f} ms (median of {len(late)})")
-
-
-def leave(choices: bool) -> None:
-    """End the job, after the model has gone: a DDP model that outlives its group may wait for gloo for ever."""
-    if choices and dist.get_rank() == 0 and dist.get_backend() == "stretto":
-        print(*sys.modules["stretto.torch"].choices(), sep="\n")
-    dist.barrier()
-    dist.destroy_process_group()

@@ -14,7 +14,8 @@ import time
 import torch
 import torch.distributed as dist
 from models.gpt import GPT, Shape
-from train_loop import arguments, data_of_this_rank, join, leave
+from train_job import arguments, join, leave
+from train_loop import data_of_this_rank
 
 import stretto.torch
 from stretto.strategy import BUILDERS, build

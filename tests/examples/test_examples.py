@@ -25,13 +25,14 @@ TESTED_IN = {
     "train_ddp": "tests/jobs/backend_examples_job.py",
     "train_fsdp": "tests/jobs/backend_examples_job.py",
     "train_hybrid": "tests/jobs/backend_examples_job.py",
+    "train_job": "examples/train_ddp.py",
     "train_loop": "examples/train_ddp.py",
     "train_mesh_pipeline": "tests/jobs/mesh_pipeline_job.py",
     "train_pipeline": "tests/examples/test_examples_jobs.py",
     "train_strategy": "tests/examples/test_examples_jobs.py",
     "train_unchanged": "tests/cli/test_run_command.py",
 }
-"""What runs each example; `own_carrier` and `train_loop` are parts of others."""
+"""What runs each example; `own_carrier`, `train_job` and `train_loop` are parts of others."""
 
 
 def run(monkeypatch: pytest.MonkeyPatch, name: str, *words: str) -> None:
@@ -45,14 +46,12 @@ def test_every_example_is_tested() -> None:
 
 
 def test_examples_say_how_to_run_them() -> None:
-    for name in TESTED_IN.keys() - {"own_carrier", "train_loop"}:
+    for name in TESTED_IN.keys() - {"own_carrier", "train_job", "train_loop"}:
         assert f"examples/{name}.py" in (EXAMPLES / f"{name}.py").read_text().split('"""')[1]
 
 
 def test_examples_are_short() -> None:
-    lines = {
-        name: len((EXAMPLES / f"{name}.py").read_text().splitlines()) for name in TESTED_IN.keys() - {"train_loop"}
-    }
+    lines = {name: len((EXAMPLES / f"{name}.py").read_text().splitlines()) for name in TESTED_IN}
     assert {name: count for name, count in lines.items() if count >= 60} == {}
 
 
