@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib
 import re
 import runpy
 import shlex
@@ -215,26 +217,91 @@ def command_line() -> Any:
 
 
 def stretto_lines(page: Path) -> Iterator[str]:
-    """The command lines of ours in a page, without what stands beside them."""
-    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.M | re.S):
-        for line in block.replace("\\\n", " ").splitlines() if language in ("", "sh") else ():
-            for found in re.findall(r"^(?:\$ |srun )?(stretto [a-z].*)", re.sub(r"(?<=\S)  +", "  ", line)):
-                yield found.partition("  ")[0].rstrip(" &")
+    """The command lines of ours in a page's blocks and sentences, without what stands beside them."""
+    text = page.read_text()
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S):
+        for line in block.replace("\\\n", " ").splitlines() if language in ("", "sh", "console") else ():
+            plain = re.sub(r"(?<=\S)  +", "  ", re.sub(r" \[-[^]]*\]", "", line))
+            for found in re.findall(r"(?:^|^\$ |srun |-m |bin/|^[A-Z_]+=\S+ |-- )(stretto [a-z].*)", plain):
+                yield found.partition("  ")[0].partition(" # ")[0].partition(" | ")[0].partition(" > ")[0].rstrip(" &")
+        for words in re.findall(r"^\s*command: \[(stretto,.*)\]$", block, re.M):
+            yield shlex.join(word.strip().strip('"') for word in words.split(","))
+    # In a sentence a command may be a pattern, with parts that may be left out: only whole ones are taken.
+    for line in re.findall(r"`(stretto [a-z][^`\n]*)`", re.sub(r"```.*?```", "", text, flags=re.S)):
+        if re.search(r"-.* [^-]\S*$", line) and not re.search(r"[][|…]|\.\.\.|<|>", line):
+            yield line
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_options_of_documented_commands_exist(page: Path) -> None:
-    for line in stretto_lines(page):
-        command, words = command_line(), shlex.split(line)[1:]
-        while words and hasattr(command, "commands") and not words[0].startswith("-"):
-            if words[0] not in command.commands:
-                break
-            command = command.commands[words.pop(0)]
-        known = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
-        own = words[: words.index("--")] if "--" in words else words
-        options = [word.partition("=")[0] for word in own if re.match(r"--?[a-z]", word)]
-        assert [option for option in options if option not in {*known, "-q", "-v"}] == [], line
-        assert command is not command_line(), line
+def refused(line: str) -> str:
+    """Why our command line refuses the words of a line; empty where it takes them."""
+    command, words = command_line(), [word for word in shlex.split(line)[1:] if word not in ("-q", "-v")]
+    while words and hasattr(command, "commands") and words[0] in command.commands:
+        command = command.commands[words.pop(0)]
+    if command is command_line():
+        return "no such command"
+    context = command.context_class(command, info_name="stretto")
+    try:
+        _, left, _ = command.make_parser(context).parse_args(words)
+    except Exception as error:  # Typer may bring a click of its own.
+        return str(error)
+    return f"too many words: {left}" if left and not command.allow_extra_args and "--" not in words else ""
+
+
+@pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name)
+def test_documented_commands_are_accepted(page: Path) -> None:
+    assert [(line, why) for line in stretto_lines(page) if (why := refused(line))] == []
+
+
+def test_wrong_commands_are_refused() -> None:
+    for line in ("stretto nosuch", "stretto plan --nosuch 1", "stretto bound all_reduce -c", "stretto doctor a b c"):
+        assert refused(line), line
+    assert refused("stretto run -- torchrun --nproc-per-node 2 train.py") == ""
+
+
+def python_blocks() -> list[tuple[str, str]]:
+    """The Python of all pages, without what is only a part of a statement."""
+    found = []
+    for page in PAGES:
+        for body in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):
+            found.append((page.name, body if ">>>" not in body else ""))
+    return found
+
+
+def test_python_in_pages_is_well_formed_and_names_what_exists() -> None:
+    wrong = []
+    for page, body in python_blocks():
+        tree = ast.parse(body, page)
+        names = {"st": "stretto", "stretto": "stretto"}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "stretto":
+                paths = [f"{node.module}.{one.name}" for one in node.names]
+                wrong += [f"{page}: {path}" for path in paths if not exists(path)]
+        attributes = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        for text in attributes:
+            first, _, rest = text.partition(".")
+            if first in names and re.fullmatch(r"[\w.]+", rest) and not exists(f"stretto.{rest}"):
+                wrong.append(f"{page}: {text}")
+    assert wrong == []
+
+
+@cache
+def exists(path: str) -> bool:
+    """Whether a dotted name leads to a module, or to something in one."""
+    module, names = path, list[str]()
+    while True:
+        try:
+            found = importlib.import_module(module)
+            break
+        except ModuleNotFoundError:
+            module, _, name = module.rpartition(".")
+            names.insert(0, name)
+            if not module:
+                return False
+    for name in names:
+        if not hasattr(found, name):
+            return False
+        found = getattr(found, name)
+    return True
 
 
 def test_many_commands_are_checked() -> None:
