@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page behind docs/images/all-reduce-dgx2.png: library and synthesised all-reduces on two DGX-2 nodes.
+"""The page behind docs/images/all-reduce-dgx2.webp: library and synthesised all-reduces on two DGX-2 nodes.
 
 ``python benchmarks/pictures.py sweep.html``. Every algorithm of the library is run with one chunk and with 8; each size
 shows the better of the two. `stretto synth` is the program that the search finds for that very size in 30 s. `ring` is

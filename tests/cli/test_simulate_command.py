@@ -46,6 +46,18 @@ def test_all_at_one_size_is_a_table(good: Run) -> None:
     assert any(line.startswith("lower bound") for line in lines)
 
 
+@pytest.mark.parametrize(
+    "words", [("ring", "all_gather"), ("all-gather", "ring"), ("ring", "--collective", "AllGather")]
+)
+def test_the_algorithm_and_the_collective_are_named_in_either_order(good: Run, words: tuple[str, ...]) -> None:
+    assert " 12, 3 MB in all" in good("simulate", *words, "-c", "ring:4", "-b", "1M"), "an all-reduce has 24 transfers"
+
+
+def test_a_collective_alone_or_twice_is_refused_with_the_way_out(bad: Run) -> None:
+    assert "stretto simulate all all_reduce" in bad("simulate", "all_reduce", "-c", "ring:4")
+    assert "leave one of the two out" in bad("simulate", "ring", "all_gather", "-c", "ring:4", "--collective", "reduce")
+
+
 def test_every_output_is_written(good: Run, tmp_path: Path) -> None:
     files = {
         "--trace": tmp_path / "t.pftrace",

@@ -18,6 +18,7 @@ from ..dimensions.schedule import MAX_CHUNKS
 from ..dimensions.systems import SCHEDULERS, plan
 from ..dimensions.training import SYSTEMS, iteration
 from ..errors import InvalidInput, unknown
+from ..report.bars_html import bars_html
 from ..report.dims_html import activity_plot, activity_section, iteration_section, sweep_section
 from ..report.html import write_html
 from ..report.table import ResultTable
@@ -173,7 +174,11 @@ def compare(
     about_it = _about(cluster, collective, chunks, in_flight, sharing)
     files = OutputFiles()
     files.json(rows, {"rows": found})
-    files.write(html, lambda path: write_tables(path, f"{collective} on {cluster}", times, used, note=about_it))
+    last = [(row["system"], row["time_us"]) for row in found if row["nbytes"] == sizes[-1]]
+    label = f"{format_bytes(sizes[-1])} beside the ideal time"
+    picture = bars_html(last[:-1], bound_us=last[-1][1], label=label)
+    title = f"{collective} on {cluster}"
+    files.write(html, lambda path: write_tables(path, title, times, used, note=about_it, picture=picture))
     console = out()
     console.print(about_it, markup=False, soft_wrap=True)
     console.print(times)

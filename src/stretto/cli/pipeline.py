@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,11 +26,16 @@ from ..pipeline import (
 )
 from ..pipeline import search as find
 from ..pipeline import simulate as run_it
+from ..pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT
+from ..pipeline.check import ScheduleProof
 from ..pipeline.drawing import LEGEND, draw
 from ..pipeline.models import SYSTEMS, build, case, evaluate
 from ..pipeline.search import EVALUATIONS
 from ..pipeline.simulation import STYLE_OF
 from ..pipeline.workload import to_workload
+from ..report.bars_html import bars_html
+from ..report.html import timeline_section, write_html
+from ..report.style import BOUND, color
 from ..report.table import ResultTable
 from ..units import format_bytes, format_us
 from .common import about, out, parse_one_size, plot_width, progress
@@ -40,6 +46,7 @@ from .pages import write_tables
 ALL = "gpipe,1f1b,eager_1f1b,zb_h1,zb_h2"
 MOST_STAGES = 64
 MOST_US = 1e12
+_TINTS = {FORWARD: color(0), BACKWARD: color(1), INPUT: color(1), WEIGHT: color(2)}
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -89,6 +96,7 @@ def show(
     backward: Backward = "",
     transfer: Transfer = "2",
     transport: Transport = "async",
+    html: HtmlOption = None,
     rows: JsonOption = None,
 ) -> None:
     """Draw a schedule on the clock, prove it, and say how many micro-batches every stage holds.
@@ -97,6 +105,7 @@ def show(
     Examples:
       stretto pipeline show eager_1f1b --stages 4 --microbatches 8
       stretto pipeline show 1f1b --stages 2 --transfer 6 --transport blocking
+      stretto pipeline show zb_h1 --stages 4 --html schedule.html
       stretto pipeline show schedule.csv
     """
     plan = _schedule(schedule, stages, microbatches, delay)
@@ -111,6 +120,7 @@ def show(
         "schedule": written.name, "time_us": run.total_us, "bubble": run.bubble, "in_flight": list(proof.in_flight),
         "transports": list(proof.transports), "ranks": [list(map(str, row)) for row in written.ranks],
     })  # fmt: skip
+    files.write(html, lambda path: _page(path, run, proof))
     console = out()
     console.print(about(written), style="bold", markup=False, soft_wrap=True)
     console.print(about(run), markup=False, soft_wrap=True)
@@ -154,7 +164,8 @@ def simulate(
         table, found = _schedule_table(schedules, stages, microbatches, forward, backward, transfer)
     files = OutputFiles()
     files.json(rows, {"rows": found})
-    files.write(html, lambda path: write_tables(path, model or f"Schedules of {stages} stages", table))
+    picture = _bars(found)
+    files.write(html, lambda path: write_tables(path, model or f"Schedules of {stages} stages", table, picture=picture))
     out().print(table)
     files.tell()
 
@@ -300,6 +311,27 @@ def _draw(console: Any, run: PipelineRun) -> None:
         console.print(line)
     console.print(LEGEND, style="dim")
     console.print()
+
+
+def _page(path: Path, run: PipelineRun, proof: ScheduleProof) -> None:
+    """A page with the schedule on the clock."""
+    timeline = run.timeline()
+    tints = [_TINTS.get(span.action.kind, BOUND) for span in run.spans]
+    safe = f" It cannot deadlock over {', '.join(proof.transports)}." if proof.transports else ""
+    note = (
+        f"{about(run)}. In flight at most {' '.join(map(str, proof.in_flight))} micro-batches by stage.{safe} "
+        "Blue: forward, orange: backward, green: gradients of weights, grey: transfers."
+    )
+    section = timeline_section(timeline, "Who does what when", counted="actions", tints=tints)
+    write_html(path, title=about(run.schedule), sections=[replace(section, note=f"{note} {section.note}")])
+
+
+def _bars(found: list[dict[str, Any]]) -> str:
+    """The rows of either table as bars."""
+    key = "overlapped_us" if "overlapped_us" in found[0] else "iteration_us"
+    bound_us = max((row.get("bound_us") or 0.0 for row in found), default=0.0)
+    times = [(row.get("schedule") or row["system"], row[key]) for row in found]
+    return bars_html(times, bound_us=bound_us, label="An iteration of each, transfers overlapped")
 
 
 def _schedule_table(

@@ -14,9 +14,12 @@ from ..cluster import Cluster
 from ..errors import InvalidInput, unknown
 from ..programs.formats import save_program
 from ..report import write_perfetto
+from ..report.bars_html import bars_html
 from ..report.html import Section, timeline_section, write_html
+from ..report.load_html import LOAD_SLOTS
 from ..report.plots import busy_plot
 from ..report.table import ResultTable
+from ..report.table_html import table_html
 from ..resharding import ORDERS, SYSTEMS, ReshardPlan, Tensor, place, plan_tensors, save_plan
 from ..resharding.plan import OURS
 from ..simulator import Timeline
@@ -213,11 +216,19 @@ def _time(plan: ReshardPlan, contention: str) -> float | None:
 
 
 def _draw(path: Path, plans: dict[str, ReshardPlan]) -> None:
-    ours = plans["stretto"]
-    sections = [Section(heading="Schedule", note="", body=f"<pre>{escape(ours.explain())}</pre>")]
-    for name, plan in sorted(plans.items(), key=lambda item: item[1].time_us):
-        if plan.timeline is not None:
-            sections.append(timeline_section(plan.timeline, f"{name}: {plan.ratio:.3f}x the bound"))
+    """A page: all strategies as bars and as a table, then the links of each over time on one clock."""
+    ours, heading = plans[OURS], "Strategies against the lower bound"
+    ranked = dict(sorted(plans.items(), key=lambda item: item[1].time_us))
+    bars = bars_html([(name, plan.time_us) for name, plan in ranked.items()], bound_us=ours.bound_us, label=heading)
+    about = f"{ours.explain().splitlines()[0]}. The bound: {ours.bound_reason}."
+    sections = [Section(heading=heading, note=about, body=bars + table_html(_systems(ranked)))]
+    longest_us = max(plan.time_us for plan in plans.values())
+    for name, plan in ranked.items():
+        timeline = plan.simulate(load_slots=LOAD_SLOTS)
+        if timeline is not None:
+            title = f"{name}: {plan.ratio:.3f}x the bound"
+            sections.append(timeline_section(timeline, title, until_us=longest_us))
+    sections.append(Section(heading="Schedule", body=f"<pre>{escape(ours.explain())}</pre>"))
     tensor = ours.tensors[0]
     write_html(path, title=f"{tensor.src} to {tensor.dst}", sections=sections)
 

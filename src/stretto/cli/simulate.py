@@ -21,6 +21,7 @@ from ..errors import InvalidInput, StrettoError, VerificationError, unknown
 from ..programs import Lowered, Program, SymmetricProgram
 from ..programs.formats import load_program, save_program
 from ..report import html, save_timeline, write_chrome_json, write_perfetto
+from ..report.load_html import LOAD_SLOTS
 from ..report.plots import busy_plot, sweep_plot
 from ..report.sweep import Sweep, run_sweep
 from ..report.tables import comparison_table, sweep_table, timeline_tables
@@ -52,6 +53,18 @@ ALL = "all"
 MANY = 256
 """The most ranks for which an algorithm that has a symmetric form is simulated rank by rank all the same."""
 
+WhatArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="ALGORITHM|all|FILE",
+        autocompletion=algorithm_names,
+        help="An algorithm, all of them, or a text or MSCCL file.",
+    ),
+]
+WhatForArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[COLLECTIVE]", autocompletion=collective_names, help="The same as --collective."),
+]
 CollectiveOption = Annotated[
     str | None,
     typer.Option(
@@ -74,15 +87,9 @@ ProgramOption = Annotated[
 
 
 def simulate(
-    what: Annotated[
-        str,
-        typer.Argument(
-            metavar="ALGORITHM|all|FILE",
-            autocompletion=algorithm_names,
-            help="An algorithm, all of them, or a text or MSCCL file.",
-        ),
-    ],
+    what: WhatArgument,
     cluster: ClusterOption,
+    what_for: WhatForArgument = None,
     nbytes: BytesOption = "64M",
     factor: FactorOption = 4.0,
     collective: CollectiveOption = None,
@@ -119,13 +126,14 @@ def simulate(
     Examples:
       stretto simulate ring -c dgx2:2 -b 64M
       stretto simulate all -c dgx2:2 -b 1K..1G --html sweep.html
-      stretto simulate ring -c hgx2:4 --collective all_gather --trace t.pftrace
+      stretto simulate ring all_gather -c hgx2:4 --trace t.pftrace
       stretto simulate ring -c dgx_a100:2 --set rings=2 -o ring.xml
       stretto simulate my_algorithm.txt -c ndv2:2 -b 1M
       stretto simulate algorithm.xml -c dgx_a100 -b 64M
       stretto simulate all -c dgx_h200 -b 1K..1G --runtime mscclpp:h200
       stretto simulate hierarchical --symmetric --chunks 64 -c themis_2d_sw_sw
     """
+    what, collective = _in_order(what, what_for, collective)
     sizes = parse_all_sizes(nbytes, factor)
     names = parse_names(channels)
     job = SimulationSetup(
@@ -147,10 +155,30 @@ def simulate(
     files = OutputFiles()
     files.json(rows, {"rows": sweep.rows()})
     files.write(program_file, lambda path: _save_program(programs[sweep.best(len(sizes) - 1)], job.cluster, path))
+    if html_file is not None:
+        fastest = job.run(programs[sweep.best(len(sizes) - 1)], sizes[-1], load_slots=LOAD_SLOTS)
     _write(files, fastest, sweep, page=html_file, trace=trace, chrome_json=chrome_json, timeline_file=timeline)
     _print(job, programs, sweep, fastest)
     then = f"stretto program verify {program_file}" if program_file is not None else ""
     files.tell(then or f"stretto synth {sweep.collective} -c {cluster} -b {nbytes}")
+
+
+def _in_order(what: str, what_for: str | None, collective: str | None) -> tuple[str, str | None]:
+    """The algorithm and the collective, whichever of the two was named first."""
+    if _is_collective(what) and what_for is None:
+        raise InvalidInput(f"{what}: is a collective; say of which algorithm, or of all: stretto simulate all {what}")
+    if what_for is not None and collective is not None:
+        raise InvalidInput(f"--collective {collective}: {what_for} is given too; leave one of the two out")
+    if _is_collective(what) and what_for is not None:
+        what, what_for = what_for, what
+    return what, what_for or collective
+
+
+def _is_collective(text: str) -> bool:
+    try:
+        return text not in NAMES and bool(collective_kind(text))
+    except InvalidInput:
+        return False
 
 
 def _print(job: SimulationSetup, programs: Mapping[str, Runnable], sweep: Sweep, fastest: Timeline) -> None:
@@ -175,7 +203,7 @@ class SimulationSetup:
     channels: tuple[str, ...] | None = None
     runtime: Runtime | None = None
 
-    def run(self, program: Runnable, nbytes: int) -> Timeline:
+    def run(self, program: Runnable, nbytes: int, *, load_slots: int = 0) -> Timeline:
         """One program at one size."""
         return simulated(
             program,
@@ -185,6 +213,7 @@ class SimulationSetup:
             alpha=self.alpha,
             channels=self.channels,
             runtime=self.runtime,
+            load_slots=load_slots,
         )
 
     def bound(self, program: Runnable, nbytes: int) -> Bound:
@@ -365,9 +394,11 @@ def _write(
     program = dict(timeline.facts).get("program", "")
 
     def write_page(path: Path) -> None:
-        sections = [html.timeline_section(timeline, f"{program}, {sweep.largest}")]
+        sections = [html.timeline_section(timeline, f"Link load: {program}, {sweep.largest}")]
         if len(sweep.sizes) > 1:
             sections = [html.sweep_section(sweep), html.sweep_table_section(sweep), *sections]
+        else:
+            sections = [html.comparison_section(sweep), *sections]
         html.write_html(path, title=f"{sweep.collective} on {sweep.cluster}", sections=sections)
 
     def traced(write: Callable[[Timeline, Path], int], path: Path) -> str:

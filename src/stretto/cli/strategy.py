@@ -10,6 +10,8 @@ import typer
 
 from ..cluster import Cluster
 from ..errors import InvalidInput, unknown
+from ..report.bars_html import WAITS, parted_bars_html
+from ..report.style import color
 from ..report.table import ResultTable
 from ..strategy import (
     BUILDERS,
@@ -286,7 +288,8 @@ def simulate(
          "moved_bytes": ran.moved_bytes}
         for name, (_, ran) in found.items()
     ])  # fmt: skip
-    files.write(html, lambda path: write_tables(path, f"{what.name} on {where.name}", table))
+    picture = _times_bars(found)
+    files.write(html, lambda path: write_tables(path, f"{what.name} on {where.name}", table, picture=picture))
     planned = _plan(files, target, found[best][0], what, where, budget) if budget else ""
     console = out()
     console.print(table)
@@ -313,6 +316,17 @@ def _timed(strategies: list[str], model: ModelSpec, cluster: Cluster) -> dict[st
             made = _loaded(name, model, cluster)
             found[name] = made, simulate_strategy(made, model, cluster)
     return found
+
+
+def _times_bars(found: dict[str, tuple[Strategy, SimulatedStrategy]]) -> str:
+    """Compute and exposed communication of the strategies as bars, beside the lower bound of the best."""
+    rows = [
+        (name, [("compute", ran.compute_us, color(0)), ("exposed communication", ran.exposed_us, WAITS)],
+         format_us(ran.iteration_us))
+        for name, (_, ran) in sorted(found.items(), key=lambda item: item[1][1].iteration_us)
+    ]  # fmt: skip
+    bound_us = min(ran.bound_us for _, ran in found.values())
+    return parted_bars_html(rows, label="An iteration under each strategy", bound_us=bound_us, legend=True)
 
 
 def _times_table(title: str, found: dict[str, tuple[Strategy, SimulatedStrategy]]) -> ResultTable:

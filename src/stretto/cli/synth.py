@@ -22,7 +22,12 @@ from ..errors import InvalidInput, unknown
 from ..files import read_text
 from ..programs import Program
 from ..programs.formats import SUFFIXES, load_program
+from ..report.bars_html import bars_html
+from ..report.html import Section, sweep_section, timeline_section, write_html
+from ..report.load_html import LOAD_SLOTS
+from ..report.sweep import Sweep
 from ..report.table import ResultTable
+from ..report.table_html import table_html
 from ..simulator import Runtime, simulate
 from ..synthesis import Candidate, Selection, Synthesis, select, synthesize
 from ..synthesis import certificate as certificates
@@ -60,7 +65,6 @@ from .options import (
     SeedOption,
 )
 from .outputs import PROGRAM, Output, OutputFiles, output
-from .pages import write_tables
 from .session import SESSION
 
 SHOWN = 12
@@ -230,9 +234,24 @@ def _single(
     files.write(target, lambda path: found.save(path, **limits))
     files.json(rows, {"rows": [_row(found, candidate) for candidate in found.candidates]})
     title = f"{wanted.kind} of {format_bytes(nbytes)} on {machine.name}"
-    files.write(html, lambda path: write_tables(path, title, table))
+    files.write(html, lambda path: _page(path, title, found, table, machine, options))
     _print_candidates(out(), found, table, every)
     files.tell(f"stretto program run {target}" if target is not None else "")
+
+
+def _page(
+    path: Path, title: str, found: Synthesis, table: ResultTable, cluster: Cluster, options: dict[str, Any]
+) -> None:
+    """The page of one size: what was found beside the bound, and the links of the best over time."""
+    certificate, heading = found.certificate, "Programs against the lower bound"
+    times = [(candidate.name, candidate.time_us or 0.0) for candidate in _shown(found, every=False)]
+    modes = {key: options[key] for key in ("contention", "alpha")}
+    timeline = simulate(found.program, cluster, nbytes=certificate.nbytes, load_slots=LOAD_SLOTS, **modes)
+    bars = bars_html(times, bound_us=certificate.bound_us, label=heading)
+    write_html(path, title=title, sections=[
+        Section(heading=heading, body=bars + table_html(table)),
+        timeline_section(timeline, f"Link load: {certificate.program}"),
+    ])  # fmt: skip
 
 
 def _table(
@@ -246,7 +265,7 @@ def _table(
     files = OutputFiles()
     files.write(target, lambda path: chosen.save(path, suffix=suffix))
     files.json(rows, {"rows": chosen.rows()})
-    files.write(html, lambda path: write_tables(path, f"{chosen.collective} on {chosen.cluster}", view))
+    files.write(html, lambda path: _sizes_page(path, chosen, view))
     out().print(view)
     lost = _lost(chosen, machine, options) if target is not None else ""
     if lost:
@@ -270,6 +289,18 @@ def _lost(chosen: Selection, machine: Cluster, options: dict[str, Any]) -> str:
         f"these files name no routes, which makes them up to {100 * worst:.0f} % slower than the programs; "
         "--format txt keeps routes, for the backend stretto (STRETTO_TABLE)"
     )
+
+
+def _sizes_page(path: Path, chosen: Selection, view: ResultTable) -> None:
+    """The page of several sizes: the best of each against the bound."""
+    found = chosen.rows()
+    sweep = Sweep(
+        cluster=chosen.cluster, collective=chosen.collective, sizes=tuple(int(row["nbytes"]) for row in found),
+        bound_us=tuple(float(row["bound_us"]) for row in found),
+        time_us={"best found": tuple(float(row["time_us"]) for row in found)},
+    )  # fmt: skip
+    table = Section(heading="Programs", body=table_html(view))
+    write_html(path, title=f"{chosen.collective} on {chosen.cluster}", sections=[sweep_section(sweep), table])
 
 
 def _check_target(target: Path | None, form: str | None, limits: dict[str, int], *, table: bool) -> tuple[str, str]:

@@ -15,7 +15,9 @@ from ..cluster import Cluster
 from ..cluster.model import KINDS
 from ..errors import InvalidInput
 from ..report import write_perfetto
+from ..report.bars_html import bars_html
 from ..report.html import Section, timeline_section, write_html
+from ..report.load_html import LOAD_SLOTS
 from ..report.table import ResultTable
 from ..report.table_html import table_html
 from ..resharding import ReshardPlan, load_plan, save_plan
@@ -273,11 +275,13 @@ def _senders_table(plan: ReshardPlan, timeline: Timeline, most: int = SHOWN) -> 
 
 
 def _page(title: str, plan: ReshardPlan, path: Path) -> None:
-    timeline = plan.simulate("fair")
+    timeline = plan.simulate("fair", load_slots=LOAD_SLOTS)
     assert timeline is not None
     about = f"{format_us(timeline.total_us)}, {timeline.total_us / plan.bound_us:.3f}x the bound: {plan.bound_reason}."
     write_html(path, title=title, sections=[
-        Section(heading="Which links are full", note=about, body=table_html(_busiest(plan, timeline))),
-        timeline_section(timeline, "Who sends when"),
+        Section(heading="Time against the lower bound", note=about, body=bars_html(
+            [(title, timeline.total_us)], bound_us=plan.bound_us, label="Time against the lower bound")),
+        timeline_section(timeline, "Link load"),
+        Section(heading="Which links are full", body=table_html(_busiest(plan, timeline))),
         Section(heading="Who sends what", body=table_html(_senders_table(plan, timeline, most=1 << 16))),
     ])  # fmt: skip

@@ -12,7 +12,8 @@ from rich.text import Text
 from ..dimensions.simulation import DimRun
 from ..dimensions.training import IterationTime
 from ..units import format_us
-from .page import Section, figure_html
+from .html import Section, figure_html, look
+from .load_html import time_unit
 from .style import BOUND, color
 
 if TYPE_CHECKING:
@@ -20,12 +21,6 @@ if TYPE_CHECKING:
 
 _SHADES = " ▁▂▃▄▅▆▇█"
 _LABEL = 6
-_LOOK = {
-    "plot_bgcolor": "#fff",
-    "paper_bgcolor": "#fff",
-    "font": {"family": "system-ui, sans-serif", "size": 13},
-    "margin": {"l": 60, "r": 20, "t": 40, "b": 40},
-}
 
 
 def activity_plot(runs: Sequence[DimRun], *, width: int = 80) -> Text:
@@ -49,6 +44,8 @@ def activity_section(runs: Sequence[DimRun], *, window_us: float = 100.0) -> Sec
     """The activity of every dimension over time, one row of curves per scheduler."""
     from plotly.subplots import make_subplots
 
+    height = 200 * len(runs)
+    unit, factor = time_unit(max(run.total_us for run in runs))
     figure: Figure = make_subplots(
         rows=len(runs),
         cols=1,
@@ -56,26 +53,33 @@ def activity_section(runs: Sequence[DimRun], *, window_us: float = 100.0) -> Sec
         subplot_titles=[
             f"{run.schedule.name}: {format_us(run.total_us)}, {100 * run.utilization:.1f} %" for run in runs
         ],
-        vertical_spacing=0.4 / (4 * len(runs)),
+        vertical_spacing=50 / height,
     )
     for row, run in enumerate(runs):
         for at, shares in enumerate(run.activity(window_us)):
             figure.add_scatter(
-                x=[(k + 0.5) * window_us for k in range(len(shares))],
+                x=[(k + 0.5) * window_us / factor for k in range(len(shares))],
                 y=(100 * shares).round(2).tolist(),
                 row=row + 1,
                 col=1,
                 name=f"dim{at + 1}",
                 legendgroup=str(at),
                 showlegend=row == 0,
-                line={"color": color(at), "width": 2},
+                mode="lines",
+                stackgroup="all",
+                line={"color": color(at), "width": 1},
             )
-    figure.update_yaxes(title_text="% active", range=[0, 105], gridcolor="#eee")
-    figure.update_xaxes(title_text="us", row=len(runs), col=1)
-    figure.update_layout(height=80 + 200 * len(runs), **_LOOK)
+    most = 100 * max(len(run.busy_us) for run in runs)
+    figure.update_yaxes(title_text="% active", range=[0, 1.02 * most], dtick=100, gridcolor="#eee")
+    figure.update_xaxes(title_text=unit, row=len(runs), col=1)
+    legend = {"orientation": "h", "y": 1 + 45 / height, "yanchor": "bottom"}
+    figure.update_layout(
+        height=110 + height, **look() | {"margin": {"l": 60, "r": 20, "t": 70, "b": 40}}, legend=legend
+    )
     first = runs[0]
     note = (
-        f"{first.schedule.collective}, the share of each {window_us:g} us in which a dimension had a chunk; "
+        f"{first.schedule.collective}, the share of each {window_us:g} us in which a dimension had a chunk, one "
+        "dimension on top of the other: full height means that none of them idles; "
         f"{first.in_flight} stages in flight, {first.sharing} sharing."
     )
     return Section(heading="Activity of the dimensions", note=note, body=figure_html(figure))
@@ -103,7 +107,7 @@ def sweep_section(title: str, counts: Sequence[int], series: Mapping[str, Sequen
         )  # fmt: skip
     figure.update_xaxes(type="log", title_text="chunks", tickvals=list(counts), gridcolor="#eee")
     figure.update_yaxes(title_text="% of all bandwidth", range=[0, 102], gridcolor="#eee")
-    figure.update_layout(height=420, **_LOOK)
+    figure.update_layout(height=420, **look())
     return Section(heading=title, note=note, body=figure_html(figure))
 
 
@@ -134,5 +138,5 @@ def iteration_section(title: str, found: Sequence[IterationTime], note: str) -> 
         )  # fmt: skip
     figure.update_yaxes(autorange="reversed")
     figure.update_xaxes(title_text="ms", gridcolor="#eee")
-    figure.update_layout(barmode="stack", height=120 + 40 * len(found), **_LOOK)
+    figure.update_layout(barmode="stack", height=120 + 40 * len(found), **look())
     return Section(heading=title, note=note, body=figure_html(figure))

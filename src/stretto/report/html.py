@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ import numpy as np
 
 from ..simulator import Timeline
 from ..units import format_bytes, format_us
+from .bars_html import bars_html
+from .load_html import load_figure, load_note, time_unit
 from .page import Section as Section
 from .page import figure_html as figure_html
 from .page import page_html as page_html
@@ -51,16 +54,53 @@ def sweep_table_section(sweep: Sweep) -> Section:
     return Section(heading="Times", note="Simulated; the fastest at each size is bold.", body=body)
 
 
-def timeline_section(timeline: Timeline, heading: str) -> Section:
-    """A timeline as a figure: one bar per transfer if the bars can be distinguished, else how busy each rank was."""
+def comparison_section(sweep: Sweep) -> Section:
+    """The times of a sweep of one size as bars beside the lower bound, the fastest first."""
+    bound, best = sweep.bound_us[0], sweep.best(0)
+    times = [(name, sweep.time_us[name][0]) for name in sweep.by_speed]
+    multiple = f", {times[0][1] / bound:.2f} times the lower bound" if bound > 0 else ""
+    note = f"{best}: {format_us(times[0][1])} for {sweep.largest}{multiple}."
+    for name, reason in sweep.left_out.items():
+        note += f" Left out: {name} ({reason})."
+    heading = "Time against the lower bound"
+    return Section(heading=heading, note=note, body=bars_html(times, bound_us=bound, label=heading))
+
+
+def timeline_section(
+    timeline: Timeline, heading: str, *, until_us: float | None = None, counted: str = "transfers",
+    tints: Sequence[str] = (),
+) -> Section:  # fmt: skip
+    """A timeline as a figure: one bar per transfer if the bars can be distinguished, and the load of links if known.
+
+    Where neither can be drawn, the figure shows how busy each rank was.
+
+    Args:
+        timeline: the timeline.
+        heading: heading of the section.
+        until_us: where the time axes end, so that several sections can be compared; by default where the timeline ends.
+        counted: what a span is.
+        tints: a color for each span; by default one for each stream.
+
+    Returns:
+        A section for `write_html`.
+    """
+    until = max(timeline.total_us if until_us is None else until_us, 1e-9)
     shown = tracks(timeline, max_spans=_MAX_BARS)
     about = "".join(f", {key} {value}" for key, value in timeline.facts)
-    note = f"{format_us(timeline.total_us)} for {timeline.num_spans:,} transfers{about}."
+    note = f"{format_us(timeline.total_us)} for {timeline.num_spans:,} {counted}{about}."
+    figures = []
+    if timeline.link_load.size and timeline.total_us > 0:
+        note += f" {load_note(timeline)}"
+        figures.append(load_figure(timeline, until).update_layout(**look()))
     if timeline.num_spans and not shown.left_out and len(shown.rank) <= _MAX_BAR_TRACKS:
-        note += " One bar per transfer; the critical path has a dark edge."
-        return Section(heading=heading, note=note, body=figure_html(_bars(timeline)))
-    note += " Shade: the share of the time in which a rank was sending."
-    return Section(heading=heading, note=note, body=figure_html(_heat(timeline)))
+        below = "Below, one" if figures else "One"
+        edged = "; the critical path has a dark edge" if len(timeline.critical_path) else ""
+        note += f" {below} bar per {counted.removesuffix('s')}{edged}."
+        figures.append(_bars(timeline, until, tints))
+    if not figures:
+        note += " Shade: the share of the time in which a rank was sending."
+        figures.append(_heat(timeline, until))
+    return Section(heading=heading, note=note, body="".join(map(figure_html, figures)))
 
 
 def _sweep_figure(sweep: Sweep) -> Figure:
@@ -72,7 +112,7 @@ def _sweep_figure(sweep: Sweep) -> Figure:
         specs=[[{}, {}], [{"colspan": 2}, None]],
         subplot_titles=(
             "time",
-            "algorithm bandwidth (bytes / time)",
+            "bandwidth (bytes / time)",
             "time as a multiple of the lower bound",
         ),
         vertical_spacing=0.13,
@@ -126,9 +166,10 @@ def _sweep_figure(sweep: Sweep) -> Figure:
     return figure
 
 
-def _bars(timeline: Timeline) -> Figure:
+def _bars(timeline: Timeline, until_us: float, tints: Sequence[str] = ()) -> Figure:
     from plotly.graph_objects import Bar, Figure
 
+    unit, factor = time_unit(until_us)
     shown = tracks(timeline)
     labels = [f"rank {r} {shown.label(j, timeline.streams)}" for j, r in enumerate(shown.rank.tolist())]
     row = np.repeat(np.arange(len(labels)), np.diff(shown.ptr))
@@ -136,7 +177,7 @@ def _bars(timeline: Timeline) -> Figure:
     critical[timeline.critical_path] = True
     spans = shown.order.tolist()
     hover = [
-        f"{timeline.names[timeline.name[k]]}: {format_bytes(timeline.nbytes[k])}, "
+        f"{timeline.names[timeline.name[k]]}: {f'{format_bytes(timeline.nbytes[k])}, ' if timeline.nbytes[k] else ''}"
         f"{format_us(timeline.start_us[k])} to {format_us(timeline.end_us[k])}"
         for k in spans
     ]
@@ -144,12 +185,12 @@ def _bars(timeline: Timeline) -> Figure:
         Bar(
             orientation="h",
             y=[labels[j] for j in row.tolist()],
-            base=timeline.start_us[spans].tolist(),
-            x=(timeline.end_us[spans] - timeline.start_us[spans]).tolist(),
+            base=(timeline.start_us[spans] / factor).tolist(),
+            x=((timeline.end_us[spans] - timeline.start_us[spans]) / factor).tolist(),
             hovertext=hover,
             hoverinfo="text+y",
             marker={
-                "color": [color(k) for k in timeline.stream[spans].tolist()],
+                "color": [tints[k] for k in spans] if tints else [color(k) for k in timeline.stream[spans].tolist()],
                 "line": {
                     "color": np.where(critical[spans], "#222", "#fff").tolist(),
                     "width": np.where(critical[spans], 1.5, 0.5).tolist(),
@@ -158,21 +199,22 @@ def _bars(timeline: Timeline) -> Figure:
         )
     )
     figure.update_yaxes(categoryorder="array", categoryarray=labels[::-1], automargin=True)
-    figure.update_xaxes(title_text="us", gridcolor="#eee")
+    figure.update_xaxes(title_text=unit, gridcolor="#eee", range=[0, until_us / factor])
     height = 140 + 18 * len(labels)
     figure.update_layout(barmode="overlay", bargap=0.15, height=height, **look())
     return figure
 
 
-def _heat(timeline: Timeline) -> Figure:
+def _heat(timeline: Timeline, until_us: float) -> Figure:
     from plotly.graph_objects import Figure, Heatmap
 
+    unit, factor = time_unit(until_us)
     ranks = int(timeline.rank.max(initial=0)) + 1
     per_row = -(-ranks // _MAX_HEAT_ROWS)
     rows = -(-ranks // per_row)
     share = busy_share(timeline, (timeline.rank // per_row).astype(np.int64), rows, _HEAT_COLUMNS)
     labels = [f"rank {r * per_row}" for r in range(rows)]
-    slot = timeline.total_us / _HEAT_COLUMNS
+    slot = timeline.total_us / _HEAT_COLUMNS / factor
     figure = Figure(
         Heatmap(
             z=share.round(3).tolist(),
@@ -185,7 +227,7 @@ def _heat(timeline: Timeline) -> Figure:
         )
     )
     figure.update_yaxes(autorange="reversed")
-    figure.update_xaxes(title_text="us")
+    figure.update_xaxes(title_text=unit, range=[0, until_us / factor])
     figure.update_layout(height=120 + rows * max(5, min(20, 640 // rows)), **look())
     return figure
 

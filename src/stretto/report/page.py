@@ -31,6 +31,7 @@ body {{ font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var
         max-width: 1180px; margin: 0 auto; padding: 16px 24px 48px; }}
 h1 {{ font-size: 24px; margin: 8px 0; }}
 h2 {{ font-size: 18px; margin: 32px 0 4px; border-top: 1px solid var(--line); padding-top: 16px; }}
+h1, h2, p, li {{ overflow-wrap: anywhere; }}
 p {{ margin: 4px 0 8px; max-width: 80ch; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
 th, td {{ padding: 3px 12px 3px 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }}
@@ -38,10 +39,23 @@ th:first-child, td:first-child {{ text-align: left; }}
 th {{ border-bottom: 1px solid var(--strong); }}
 td.best {{ font-weight: 700; }}
 .wide {{ overflow-x: auto; }}
+.roomy {{ min-width: 700px; }}
+div.bars {{ display: grid; grid-template-columns: minmax(8ch, max-content) minmax(12ch, 1fr) max-content;
+         gap: 5px 10px; align-items: center; max-width: 900px; margin: 8px 0 16px; }}
+div.bars .bar {{ position: relative; display: flex; height: 18px; }}
+div.bars .bar b {{ display: block; height: 100%; }}
+div.bars .bar i {{ position: absolute; top: -4px; bottom: -4px; border-left: 2px dashed var(--strong); }}
+div.bars > span:nth-child(3n+1) {{ text-align: right; overflow-wrap: anywhere; }}
+.key span {{ margin-right: 18px; white-space: nowrap; }}
+.key b {{ display: inline-block; width: 12px; height: 12px; margin-right: 6px; }}
 svg {{ max-width: 100%; height: auto; }}
 footer {{ margin-top: 40px; border-top: 1px solid var(--line); padding-top: 8px; font-size: 12px;
           overflow-wrap: anywhere; }}
-@media (max-width: 600px) {{ body {{ padding: 8px 10px 32px; }} }}
+@media (max-width: 600px) {{
+  body {{ padding: 8px 10px 32px; }}
+  div.bars {{ grid-template-columns: 1fr max-content; }}
+  div.bars > span:nth-child(3n+1) {{ grid-column: 1 / 3; text-align: left; margin-bottom: -4px; }}
+}}
 </style>
 {head}
 </head>
@@ -72,6 +86,10 @@ _DRAW = """<script type="text/plain" id="plotly">{packed}</script>
       const axes = Object.keys(figure.layout).filter(key => /^[xy]axis/.test(key));
       axes.forEach(key => look[key + ".gridcolor"] = "#3a3d44");
       Plotly.relayout(figure, look);
+      figure.data.forEach((trace, at) => {{
+        if (trace.type == "heatmap")
+          Plotly.restyle(figure, {{colorscale: [[[0, "#1b1d21"], [1, trace.colorscale.at(-1)[1]]]]}}, [at]);
+      }});
     }});
   document.body.dataset.drawn = "yes";
 }})();
@@ -137,4 +155,7 @@ def figure_html(figure: Figure) -> str:
     text: str = figure.to_html(
         full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True}
     )
-    return re.sub(r'<script( type="text/javascript")?>', '<script type="text/figure">', text)
+    text = re.sub(r'<script( type="text/javascript")?>', '<script type="text/figure">', text)
+    # Titles and legends need room: on a phone such a figure is wider than the screen, and scrolls.
+    crowded = figure.layout.annotations or sum(bool(trace.name) for trace in figure.data) > 1
+    return f"<div class=roomy>{text}</div>" if crowded else text
