@@ -4,6 +4,7 @@
 python benchmarks/all.py                    # all that needs no other hardware or program; hours
 python benchmarks/all.py --only planner     # the commands whose text holds a word
 python benchmarks/all.py --list             # what would be run, and what is done
+python benchmarks/all.py --tables           # the page's tables: of which commit, and how many changes of the code ago
 
 What a command prints goes to results/COMMIT/NUMBER-NAME.md, so that a second call runs only what is missing. Commands
 that need a GPU or a program of others are listed, and left to whoever has it.
@@ -21,8 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ELSEWHERE = {"--only nccl": "a GPU", "--astra-sim": "ASTRA-sim"}
+ELSEWHERE = {
+    "--only nccl": "a GPU", "gpu_worker.py": "a GPU", "--astra-sim": "ASTRA-sim",
+    "--forestcoll": "ForestColl and TACOS",
+}  # fmt: skip
 """Parts of command lines, and what those commands need."""
+BENCHMARK = r"^\S*python benchmarks/"
+OTHER = r"python tests/jobs/|^torchrun .*tests/jobs/|^scripts/repeat-tests"
+"""What prints a table and is no benchmark: soaks, rounds of tests, jobs on GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,22 +46,42 @@ class TableCommand:
 
     @property
     def words(self) -> list[str]:
-        """The command for this Python."""
-        return [sys.executable, *shlex.split(self.line)[1:]]
+        """The command for this Python, or for a shell where it is no benchmark."""
+        if re.match(BENCHMARK, self.line):
+            return [sys.executable, *shlex.split(self.line)[1:]]
+        return ["sh", "-c", self.line]
 
     def output(self, folder: Path) -> Path:
         """The file for what the command prints."""
-        name = re.sub(r"[^a-z0-9]+", "-", self.line.partition("benchmarks/")[2].lower())[:60].strip("-")
+        name = re.sub(r"[^a-z0-9]+", "-", (self.line.partition("benchmarks/")[2] or self.line).lower())[:60].strip("-")
         return folder / f"{self.number:02d}-{name}.md"
 
 
 def commands(page: Path = ROOT / "docs" / "results.md") -> list[TableCommand]:
-    """The command lines in the page's blocks that run a benchmark, in order, each once."""
+    """The command lines in the page's blocks that print tables, in order, each once."""
     blocks = re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    lines = [
-        line.strip() for block in blocks for line in block.splitlines() if re.match(r"\S*python benchmarks/", line)
-    ]
+    lines = [line.strip() for block in blocks for line in block.splitlines() if re.search(f"{BENCHMARK}|{OTHER}", line)]
     return [TableCommand(number=at, line=line) for at, line in enumerate(dict.fromkeys(lines), start=1)]
+
+
+def tables(page: Path = ROOT / "docs" / "results.md") -> list[tuple[str, str]]:
+    """The section of every table of the page, and the commit that printed it."""
+    found, section = [], ""
+    for line in page.read_text().splitlines():
+        if line.startswith("#"):
+            section = line.strip("# ")
+        elif match := re.match(r"Commit: ([0-9a-f]{7,})", line):
+            found.append((section, match[1]))
+    return found
+
+
+def changes_since(name: str) -> int:
+    """How many commits have changed the code since this one."""
+    said = subprocess.run(
+        ["git", "rev-list", "--count", f"{name}..HEAD", "--", "src", "native"], cwd=ROOT, capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    return int(said.stdout)
 
 
 def commit() -> str:
@@ -84,8 +111,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="WORD", help="the commands whose text holds this")
     parser.add_argument("--list", action="store_true", help="print the commands and their state, and run nothing")
+    parser.add_argument("--tables", action="store_true", help="print how old each table is, and run nothing")
     parser.add_argument("--output", type=Path, default=ROOT / "results", help="where results go")
     options = parser.parse_args()
+    if options.tables:
+        for section, name in tables():
+            print(f"{name}  {changes_since(name):4d} changes of the code since  {section}")
+        return 0
     folder = options.output / commit()
     failed = 0
     for command in commands():

@@ -203,6 +203,15 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
     assert wrong == []
 
 
+def test_what_is_supported_is_said_in_three_words() -> None:
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| .*\|$", (ROOT / "docs" / "supported.md").read_text(), re.M)
+    assert [row for row in rows if not re.match(r"(run here|without hardware|no)\b", row[1])] == []
+    names = " ".join(name for name, _ in rows)
+    systems = "PyTorch Python CUDA NCCL DDP FSDP2 DTensor pipelining Megatron DeepSpeed torchtitan ROCm"
+    for wanted in systems.split():
+        assert wanted in names, wanted
+
+
 def test_the_table_of_environment_variables_is_complete() -> None:
     table = set(re.findall(r"`(STRETTO_[A-Z_]+)`", (ROOT / "docs" / "environment.md").read_text()))
     files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "native").rglob("*.c")]

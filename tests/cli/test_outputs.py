@@ -65,6 +65,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "motif show": ("AR(T[0:64], PG[0:4])", "-o", "{target}.txt"),
     "pipeline export": ("1f1b", "-o", "{target}.csv", "--workload", "{workload}.yaml"),
     "pipeline search": ("--stages", "2", "--microbatches", "2", "-o", "{target}.csv"),
+    "pipeline show": ("1f1b", "--stages", "2", "--microbatches", "2", "--html", "{html}.html"),
     "pipeline simulate": (
         "--stages", "2", "--microbatches", "2", "--schedules", "1f1b", "--json", "{rows}.json", "--html",
         "{html}.html",
