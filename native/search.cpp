@@ -8,8 +8,7 @@
 namespace stretto::sched {
 namespace {
 constexpr double kNudge = 1e-6;  // of the period: just before or after
-constexpr int32_t kMany = 4000;  // ops from which list schedules are rare
-constexpr double kListed = 0.4, kAnew = 0.06, kRare = 0.1;  // how often a move is scheduled anew, and on large steps
+constexpr int32_t kMany = 4000;  // ops from which the period is looked for from the circle that set it before
 }
 
 Chain::Chain(const Problem& problem, const Settings& settings, uint64_t seed, double beta)
@@ -154,14 +153,14 @@ bool Chain::step_joint(double scale) {
   if (kind < 0.35) {
     if (!change_option(next_)) return false;
     if (random_.chance(0.3)) change_option(next_);
-    listed = random_.chance(large ? kRare * kListed : kListed);
+    listed = random_.chance(0.4);
   } else if (kind < 0.7) {
     if (!reverse_wait(next_) && !jump(next_, pick_op())) return false;
   } else if (kind < 0.83) {
     if (!jump(next_, pick_op())) return false;
   } else if (kind < 0.90) {
     if (!slide(next_, pick_op())) return false;
-  } else if (kind < (large ? 1 - kRare * kAnew : 1 - kAnew)) {
+  } else if (kind < 0.94) {
     if (!exchange(next_)) return false;
   } else {
     listed = true;
