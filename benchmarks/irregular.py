@@ -203,6 +203,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=20.0, help="seconds for each search")
     parser.add_argument("--before", action="store_true", help="also without tree_pairs")
     parser.add_argument("--cpu", action="store_true", help="the budget counts CPU seconds: for a busy machine")
+    parser.add_argument("--only", default="", help="only topologies whose names hold one of these, separated by commas")
     parser.add_argument("--brief", action="store_true", help="of single cases only those above 5 %%")
     given = parser.parse_args()
     if given.cpu:
@@ -211,6 +212,8 @@ def main() -> None:
     rows = []
     for topology in topologies(given.seed):
         if given.quick and topology.num_devices > 12:
+            continue
+        if not any(part in topology.name for part in given.only.split(",")):
             continue
         for kind in given.collectives.split(","):
             for size in given.bytes.split(","):
