@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from .runtime.probe.probe import probe as probe
     from .runtime.torch_backend.buffers import CollectiveCall as CollectiveCall
     from .runtime.torch_backend.engine import Engine as Engine
+    from .runtime.torch_backend.fsdp_gathers import early_gathers as early_gathers
     from .runtime.torch_backend.inductor import InductorCosts as InductorCosts
     from .runtime.torch_backend.inductor import inductor_costs as inductor_costs
     from .strategy.distribute import distribute as distribute
@@ -112,6 +113,7 @@ _HOMES = {
     "bench_cases": (".runtime.probe.bench", "runs"),
     "capture": (".runtime.capture.session", "capture"),
     "connect": (".control.agent", "connect"),
+    "early_gathers": (".runtime.torch_backend.fsdp_gathers", "early_gathers"),
     "distribute": (".strategy.distribute", "distribute"),
     "model_spec": (".strategy.distribute", "model_spec"),
     "inductor_costs": (".runtime.torch_backend.inductor", "inductor_costs"),
