@@ -46,6 +46,11 @@ def names_of_torch(tree: ast.Module) -> set[str]:
     return found
 
 
+def _enables(node: ast.AST) -> bool:
+    """Whether a statement ends with ``gc.enable()`` in any case."""
+    return isinstance(node, ast.Try) and any("gc.enable()" in ast.unparse(one) for one in node.finalbody)
+
+
 def replaced(text: str) -> list[str]:
     """What a file changes of PyTorch or of the interpreter, line by line."""
     tree = ast.parse(text)
@@ -54,6 +59,13 @@ def replaced(text: str) -> list[str]:
         id(inner)
         for node in ast.walk(tree)
         if isinstance(node, ast.With) and any("catch_warnings" in ast.unparse(i.context_expr) for i in node.items)
+        for inner in ast.walk(node)
+    }
+    # A function that puts back what it has switched off, whatever happens meanwhile, changes nothing for others.
+    guarded |= {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and any(_enables(one) for one in ast.walk(node))
         for inner in ast.walk(node)
     }
     for node in ast.walk(tree):
