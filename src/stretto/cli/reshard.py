@@ -102,7 +102,7 @@ def reshard(
     where = Cluster.load(cluster)
     sides = place(src, dst, where, rounding=rounding)
     tensor = Tensor(shape=_shape(shape), dtype_bytes=_dtype_bytes(dtype), src=sides[0], dst=sides[1])
-    names = _names(only, partial_sums=bool(tensor.src.spec.partial))
+    names = _names(only)
     plans = _plans(tensor, where, names, _orders(orders))
     ours = plans[OURS]
     files = OutputFiles()
@@ -130,10 +130,10 @@ def _orders(text: str | None) -> list[str | None]:
     return list(names)
 
 
-def _names(only: str | None, *, partial_sums: bool) -> list[str]:
-    """The strategies to show; only ours knows pending sums."""
+def _names(only: str | None) -> list[str]:
+    """The strategies to show."""
     if only is None:
-        return [OURS] if partial_sums else list(SYSTEMS)
+        return list(SYSTEMS)
     names = parse_names(only) or []
     for name in names:
         if name not in SYSTEMS:

@@ -23,7 +23,7 @@ from .hosts import Hosts
 from .moves import Moves
 from .placing import Side, place
 from .spec import Layout
-from .strategies import STRATEGIES, Setting
+from .strategies import STRATEGIES, Setting, add_up, summed
 from .tasks import Box, Tensor, UnitTask, decompose
 
 OURS = "stretto"
@@ -293,17 +293,17 @@ def _baseline(
     tasks: Sequence[UnitTask], hosts: Hosts, rank: dict[int, int], strategy: str, order: str, concurrent: bool,
     seed: int,
 ) -> tuple[list[Bundle], Program | None, float | None, str]:  # fmt: skip
-    if any(task.reduction for task in tasks):
-        raise InvalidInput(f"strategy: {strategy} knows no pending sums; choose from: {OURS}")
     work, cut = STRATEGIES[strategy]
-    bundles = [b.cut(cut(b, hosts)) for b in bundles_of(tasks, merge=False)]
+    bundles = [b.cut(cut(summed(b), hosts)) for b in bundles_of(tasks, merge=False)]
     check_messages(bundles)
-    chosen: Assignment = assign(order, jobs_of(bundles, hosts), seed)
+    sums = [summed(b) for b in bundles]
+    chosen: Assignment = assign(order, jobs_of(sums, hosts), seed)
     setting = Setting(hosts=hosts, assignment=chosen, concurrent=concurrent)
     first = np.cumsum([0, *(b.chunks for b in bundles)]).tolist()
     moves = Moves(rank)
     for number in chosen.order:
-        work(moves, bundles[number], number, first[number], setting)
+        add_up(moves, bundles[number], first[number])
+        work(moves, sums[number], number, first[number], setting)
     program = None
     if moves.src:
         program = moves.program(f"reshard_{strategy}", Reshard(tuple(rank), [b.piece(rank) for b in bundles]))

@@ -3,7 +3,8 @@
 
 Tasks run one after the other: a device has one stream and does its tasks in order (send/recv, all-gathers); broadcasts
 follow a schedule of hosts, and a host does one at a time. With `concurrent` all tasks are issued at once and share the
-ports. All-gathers begin when every device has its slice, as library calls do.
+ports. All-gathers begin when every device has its slice, as library calls do. Sums that are pending are added up first,
+from device to device, and then moved from the last of them; the paper has none.
 
 An entry of `STRATEGIES` is a pair of functions. The second, ``chunks(bundle, hosts) -> int``, is called first and once
 per unit task; it says into how many chunks the task is cut. The first, ``work(moves, bundle, number, chunk, setting)``,
@@ -17,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from .assign import Assignment
@@ -142,6 +143,29 @@ def broadcast(moves: Moves, bundle: Bundle, number: int, chunk: int, setting: Se
             for src, dst in pairwise(chain):
                 moves.add(src, dst, piece)
     _in_turn(moves, first, hosts.groups([d for chain in chains for d in chain]), setting)
+
+
+def summed(bundle: Bundle) -> Bundle:
+    """The bundle after its pending sum is done: on the last of the devices along which `add_up` goes."""
+    if not bundle.reduction:
+        return bundle
+    last = bundle.holders[-1][0]
+    missing = tuple(d for d in bundle.receivers if d != last)
+    return replace(bundle, holders=((last,),), missing=missing, reduction="")
+
+
+def add_up(moves: Moves, bundle: Bundle, chunk: int) -> None:
+    """Add the summands of a bundle up, from one holder of each to the next; nothing where no sum is pending.
+
+    Args:
+        moves: receives the transfers.
+        bundle: the task.
+        chunk: number of its first chunk.
+    """
+    devices = [alike[0] for alike in bundle.holders] if bundle.reduction else []
+    for piece in range(chunk, chunk + bundle.chunks):
+        for src, dst in pairwise(devices):
+            moves.add(src, dst, piece, reduce=True)
 
 
 def _scatter_gather(
