@@ -51,6 +51,22 @@ def test_the_search_says_how_far_from_the_bound(good: Run, tmp_path: Path) -> No
     check(Schedule.load(path))
 
 
+def test_stages_are_laid_out_over_a_cluster(good: Run, bad: Run, tmp_path: Path) -> None:
+    model, rows, best = tmp_path / "model.yaml", tmp_path / "rows.json", tmp_path / "best.csv"
+    layers = "[{name: b, repeat: 4, forward_us: 400, output: [64, 64], parameters: 100000, shared_elements: 100000}]"
+    model.write_text(f"version: 1\nkind: pipeline_model\nname: small\nsamples: 8\nlayers: {layers}\n")
+    text = good(
+        "pipeline", "meshes", str(model), "-c", "p3_8xlarge:2", "--stages", "2", "--microbatches", "4", "--cap", "16G",
+        "--json", str(rows), "-o", str(best),
+    )  # fmt: skip
+    assert "all others have a higher bound" in text
+    first = json.loads(rows.read_text())["layouts"][0]
+    assert [stage["devices"] for stage in first["stages"]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [stage["mesh"] for stage in first["stages"]] == [[4, 1], [4, 1]]
+    check(Schedule.load(best))
+    assert "no layout" in bad("pipeline", "meshes", str(model), "-c", "p3_8xlarge:2", "--cap", "1K")
+
+
 def test_a_schedule_is_exported_for_pytorch_and_for_the_planner(good: Run, tmp_path: Path) -> None:
     path, step = tmp_path / "s.csv", tmp_path / "step.yaml"
     text = good("pipeline", "export", "eager_1f1b", "-o", str(path), "--workload", str(step), "--bytes", "8M")

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..cluster import Cluster
 from ..errors import InvalidInput, unknown
 from ..pipeline import (
     MAKERS,
@@ -29,7 +30,9 @@ from ..pipeline import simulate as run_it
 from ..pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT
 from ..pipeline.check import ScheduleProof
 from ..pipeline.drawing import LEGEND, draw
-from ..pipeline.models import SYSTEMS, build, case, evaluate
+from ..pipeline.layouts import LAYOUTS, PipelineLayout, search_layouts
+from ..pipeline.models import PAPER_MODELS, SYSTEMS, build, case, evaluate, paper_model
+from ..pipeline.pipeline_model import PipelineModel
 from ..pipeline.search import EVALUATIONS
 from ..pipeline.simulation import STYLE_OF
 from ..pipeline.workload import to_workload
@@ -39,12 +42,13 @@ from ..report.style import BOUND, color
 from ..report.table import ResultTable
 from ..units import format_bytes, format_us
 from .common import about, out, parse_one_size, plot_width, progress
-from .options import HtmlOption, JsonOption, OneSizeOption
+from .options import ClusterOption, HtmlOption, JsonOption, OneSizeOption
 from .outputs import YAML, OutputFiles, output
 from .pages import write_tables
 
 ALL = "gpipe,1f1b,eager_1f1b,zb_h1,zb_h2"
 MOST_STAGES = 64
+MOST_SHOWN = 8
 MOST_US = 1e12
 _TINTS = {FORWARD: color(0), BACKWARD: color(1), INPUT: color(1), WEIGHT: color(2)}
 
@@ -70,6 +74,7 @@ app = typer.Typer(
       stretto pipeline simulate --stages 2 --microbatches 16 --forward 10 --transfer 6
       stretto pipeline simulate --model utrans
       stretto pipeline search --stages 4 --microbatches 16 --forward 10 --transfer 4 --activation 1G --cap 6G
+      stretto pipeline meshes gpt -c p3_8xlarge:2 --microbatches 64 --cap 15G
       stretto pipeline export eager_1f1b --stages 2 --microbatches 8 -o schedule.csv
     """,
 )
@@ -222,6 +227,74 @@ def search(
         console.print(f"memory {', '.join(format_bytes(value) for value in found.peak_bytes)}")
     _draw(console, run_it(found.schedule, costs, transport=transport))
     files.tell(f"stretto pipeline show {target}" if target is not None else "")
+
+
+@app.command()
+def meshes(
+    model: Annotated[str, typer.Argument(metavar="FILE.yaml|NAME", help="A model's layers, or gpt or utrans.")],
+    cluster: ClusterOption,
+    microbatches: Micro = 16,
+    stages: Annotated[int, typer.Option(min=0, max=16, help="How many stages; 0 tries all numbers.")] = 0,
+    cap: Annotated[str, typer.Option(metavar="SIZE", help="The most a device holds; without it all it takes.")] = "",
+    layouts: Annotated[int, typer.Option(min=1, max=1000, help="The most layouts to plan and schedule.")] = LAYOUTS,
+    target: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE.csv", callback=output(".csv"), help="Write the best schedule."),
+    ] = None,
+    rows: JsonOption = None,
+) -> None:
+    """Lay a model's stages out over a cluster: layers, devices and mesh of each stage, its warm-up and delay.
+
+    Every layout uses all devices; transfers between stages, sums of split layers and gradients are planned on the
+    cluster. The fastest predicted step comes first.
+
+    \b
+    Examples:
+      stretto pipeline meshes gpt -c p3_8xlarge:2 --microbatches 64 --cap 15G
+      stretto pipeline meshes model.yaml -c dgx_a100:2 --stages 4 -o best.csv --json layouts.json
+    """
+    what = paper_model(model) if model in PAPER_MODELS else PipelineModel.load(model)
+    limit = float(parse_one_size(cap, "--cap")) if cap else float("inf")
+    with progress("searching", layouts) as advance:
+        found = search_layouts(
+            what, Cluster.load(cluster), microbatches, stages=stages or None, cap_bytes=limit, layouts=layouts,
+            on_step=lambda count: advance(f"{count} layouts"),
+        )  # fmt: skip
+    files = OutputFiles()
+    files.write(target, found.best.result.schedule.save, "format compute_only")
+    files.json(rows, {
+        "considered": found.considered, "exhaustive": found.exhaustive,
+        "layouts": [_layout_row(each) for each in found.layouts],
+    })  # fmt: skip
+    table = ResultTable(">step", ">of bound", "stages (layers on data x tensor devices)", "warm-up", "delay", "GB")
+    for each in found.layouts[:MOST_SHOWN]:
+        result = each.result
+        table.add_row(
+            format_us(each.total_us), f"{1 + result.gap:.3f}",
+            ", ".join(f"{s.first}-{s.last - 1} on {s.data}x{s.tensor}" for s in each.stages), _list(result.warmup),
+            _list(result.delay), " ".join(f"{value / 1e9:.1f}" for value in result.peak_bytes),
+        )  # fmt: skip
+    out().print(table)
+    tried = "all others have a higher bound" if found.exhaustive else "others were not tried (--layouts)"
+    out().print(f"{len(found.layouts)} of {found.considered} layouts that fit; {tried}", soft_wrap=True)
+    files.tell(f"stretto pipeline show {target}" if target is not None else "")
+
+
+def _layout_row(layout: PipelineLayout) -> dict[str, Any]:
+    costs, result = layout.costs, layout.result
+    return {
+        "time_us": layout.total_us, "bound_us": result.bound_us, "warmup": list(result.warmup),
+        "delay": list(result.delay), "peak_bytes": list(result.peak_bytes),
+        "activation_us": list(costs.activation_us), "gradient_us": list(costs.gradient_us),
+        "stages": [
+            {
+                "layers": [stage.first, stage.last], "mesh": list(stage.shape), "devices": list(stage.devices),
+                "forward_us": costs.forward_us[at], "backward_us": costs.input_us[at] + costs.weight_us[at],
+                "reduce_us": costs.reduce_us[at],
+            }
+            for at, stage in enumerate(layout.stages)
+        ],
+    }  # fmt: skip
 
 
 @app.command()

@@ -15,10 +15,11 @@ from functools import cached_property, lru_cache
 
 from ..cluster import Cluster
 from ..errors import InvalidInput, unknown
-from ..workload.catalog.cross_mesh import ModelLayer, balanced_cut, crossing, gpt_layers, unet_layers
+from ..workload.catalog.cross_mesh import ModelLayer, balanced_cut, crossing, gpt_layers, skip_connections, unet_layers
 from ..workload.roofline import Accelerator, accelerator
 from .makers import eager_1f1b, eager_warmup, one_f_one_b
 from .memory import LayerMemory, StageMemory, peak_bytes, recomputed
+from .pipeline_model import PipelineLayer, PipelineModel
 from .schedule import Schedule
 from .search import search
 from .simulation import PipelineRun, StageCosts, lower_bound_us, simulate
@@ -302,3 +303,27 @@ def evaluate(built: TimedCase, system: str) -> CaseResult:
         peak_gb=tuple(value / 1e9 for value in peak_bytes(schedule, built.memory)),
         bound_us=lower_bound_us(costs, what.microbatches),
     )
+
+
+PAPER_MODELS = {"gpt": "gpt_222", "utrans": "utrans"}
+"""The paper's models, and the case that has the micro-batch of each."""
+
+
+def paper_model(name: str, *, efficiency: float = EFFICIENCY) -> PipelineModel:
+    """One of the paper's models for a search of layouts, with the times of one V100 and no layer recomputed."""
+    if name not in PAPER_MODELS:
+        raise unknown("model", name, PAPER_MODELS)
+    what = replace(case(PAPER_MODELS[name]), data=1, tensor=1, sharded_weights=False)
+    device = accelerator("v100_hgx2", efficiency=efficiency)
+    taken = skip_connections(list(what.layers))
+    layers = []
+    for at, layer in enumerate(what.layers):
+        ahead, back, late = (us / what.microbatch for us in _layer_us(layer, what, what.microbatch, device))
+        layers.append(
+            PipelineLayer(
+                name=layer.name, forward_us=ahead, backward_us=back + late, output=layer.output,
+                parameters=layer.parameters, saved_elements=layer.saved_elements, shared_elements=layer.shared,
+                needs=tuple(what.layers[source].name for source, user in taken if user == at),
+            )
+        )  # fmt: skip
+    return PipelineModel(name=name, layers=tuple(layers), samples=what.microbatch, dtype_bytes=what.dtype_bytes)

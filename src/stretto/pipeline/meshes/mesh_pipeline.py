@@ -224,11 +224,13 @@ class MeshPipeline:
 def _on_whole(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """The loss of whole tensors: means over shards have wrong gradients in DTensor, and wrong values if uneven."""
 
-    def loss(*given: Any) -> Any:
+    def whole(given: Any) -> Any:
+        if isinstance(given, (tuple, list)):
+            return tuple(whole(one) for one in given)
         # A copy, since PyTorch detaches what the loss is made of in place, which a view does not allow.
-        return loss_fn(*(one.full_tensor().clone() if isinstance(one, DTensor) else one for one in given))
+        return given.full_tensor().clone() if isinstance(given, DTensor) else given
 
-    return loss
+    return lambda *given: loss_fn(*map(whole, given))
 
 
 def _ranks(stages: Sequence[StageMesh], me: int) -> list[int]:

@@ -165,6 +165,12 @@ def crossing(layers: list[ModelLayer], cut: int) -> list[Shape]:
     """Shapes of the tensors that the second stage needs from the first: the last output, and every skip connection it
     takes.
     """
+    needed = {cut - 1} | {source for source, user in skip_connections(layers) if source < cut <= user}
+    return [layers[at].output for at in sorted(needed)]
+
+
+def skip_connections(layers: list[ModelLayer]) -> list[tuple[int, int]]:
+    """The numbers of the layers that each skip connection comes from and goes to."""
     left = [at for at, layer in enumerate(layers) if layer.pushes]
     taken: list[tuple[int, int]] = []
     offered: list[int] = []
@@ -173,5 +179,4 @@ def crossing(layers: list[ModelLayer], cut: int) -> list[Shape]:
             offered, left = left[-2:], left[:-2]
         if layer.pops:
             taken.append((offered.pop(), user))
-    needed = {cut - 1} | {source for source, user in taken if source < cut <= user}
-    return [layers[at].output for at in sorted(needed)]
+    return taken
