@@ -124,7 +124,16 @@ class LayoutCosts:
         return self._planned_us([self._tensor((math.ceil(count),), sides[0], sides[1])])
 
     def transfer_us(self, src: StageLayout, dst: StageLayout, cut: int) -> float:
-        """What crosses a cut between two stages, for one micro-batch."""
+        """What crosses a cut between two stages, for one micro-batch.
+
+        Args:
+            src: the sending stage.
+            dst: the receiving stage.
+            cut: the number of layers before the cut.
+
+        Returns:
+            Microseconds.
+        """
         tensors = []
         for shape in self.model.crossing(cut):
             spec = Spec.parse("S0" + "R" * len(shape))
@@ -236,8 +245,8 @@ def every_layout(model: PipelineModel, cluster: Cluster, count: int) -> Iterator
         cluster: the cluster, whose hosts have equally many devices.
         count: number of stages.
 
-    Yields:
-        The stages of one layout.
+    Returns:
+        An iterator over the stages of each layout.
 
     Raises:
         InvalidInput: hosts have different numbers of devices, or there are too many layouts.
