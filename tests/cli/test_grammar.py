@@ -44,6 +44,7 @@ LINES: dict[str, tuple[str, ...]] = {
     "dims train": ("themis:dlrm", "-c", "themis_2d_sw_sw"),
     "motif list": (),
     "motif show": ("AR(T[0:1024], PG[0:8])", "-a", "segment:4"),
+    "pipeline meshes": ("gpt", "-c", "p3_8xlarge:2", "--stages", "2", "--microbatches", "2", "--layouts", "1"),
     "pipeline search": ("--stages", "2", "--microbatches", "4", "--activation", "1G"),
     "pipeline show": ("eager_1f1b", "--stages", "4"),
     "pipeline simulate": ("--stages", "4", "--microbatches", "16"),

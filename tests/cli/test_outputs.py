@@ -64,6 +64,9 @@ CASES: dict[str, tuple[str, ...]] = {
     "dims train": ("themis:dlrm", "-c", "themis_2d_sw_sw", "--json", "{rows}.json", "--html", "{html}.html"),
     "motif show": ("AR(T[0:64], PG[0:4])", "-o", "{target}.txt"),
     "pipeline export": ("1f1b", "-o", "{target}.csv", "--workload", "{workload}.yaml"),
+    "pipeline meshes": (
+        "gpt", "-c", "p3_8xlarge:2", "--stages", "2", "--microbatches", "2", "--layouts", "1", "-o", "{target}.csv",
+    ),
     "pipeline search": ("--stages", "2", "--microbatches", "2", "-o", "{target}.csv"),
     "pipeline show": ("1f1b", "--stages", "2", "--microbatches", "2", "--html", "{html}.html"),
     "pipeline simulate": (
