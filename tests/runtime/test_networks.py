@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from stretto import MB, AllReduce, Cluster, simulate
+from stretto.cli import run
 from stretto.cluster.wiring import Wiring
 from stretto.programs import Lowered, Program
 from stretto.programs.formats import load_program
@@ -59,6 +60,19 @@ def test_streams_without_routes_are_slower(made: Selection, tmp_path: Path) -> N
     streams = load_program(tmp_path / "all_reduce-0.xml")
     assert isinstance(streams, Lowered)
     assert simulate(streams, CLUSTER, nbytes=16 * MB).total_us > 1.4 * made.rows()[-1]["time_us"]
+
+
+def test_synth_says_what_streams_lose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
+    CLUSTER.save(tmp_path / "c.yaml")
+    words = ["synth", "allreduce", "-c", str(tmp_path / "c.yaml"), "-b", "1M,4M", "--in-place", "--no-cache"]
+    words += ["--makers", "forest,library", "--budget", "20"]
+    assert run([*words, "-o", str(tmp_path / "streams")]) == 0
+    assert "--format txt keeps them whole" in " ".join(capsys.readouterr().out.split())
+    assert run([*words, "--format", "txt", "-o", str(tmp_path / "whole")]) == 0
+    assert "keeps them whole" not in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_executor_puts_each_transfer_on_the_network_of_its_route(made: Selection) -> None:

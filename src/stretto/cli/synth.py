@@ -267,27 +267,25 @@ def _table(
     files.json(rows, {"rows": chosen.rows()})
     files.write(html, lambda path: _sizes_page(path, chosen, view))
     out().print(view)
-    lost = _lost(chosen, machine, options) if target is not None else ""
+    lost = _lost(chosen) if target is not None and options["runtime"] is None else ""
     if lost:
         out().print(lost, markup=False)
     files.tell()
 
 
-def _lost(chosen: Selection, machine: Cluster, options: dict[str, Any]) -> str:
-    """What files that cannot name routes lose, where that is more than `LOSS`; else nothing."""
-    physics = {key: options[key] for key in ("alpha", "contention")}
+def _lost(chosen: Selection) -> str:
+    """What files of instruction streams lose against the best program, where that is more than `LOSS`; else nothing."""
     worst = 0.0
-    for choice in chosen.choices:
-        plain = choice.synthesis.program
-        if choice.synthesis.lowering is None or not isinstance(plain, Program) or not plain.routes:
-            continue
-        nbytes, took, _ = choice.points[-1]
-        worst = max(worst, took / simulate(plain, machine, nbytes=nbytes, **physics).total_us - 1)
-    if worst <= LOSS or options["runtime"] is not None:
+    for synthesis in (choice.synthesis for choice in chosen.choices):
+        took_us = synthesis.certificate.lowered_us
+        times = [candidate.time_us for candidate in synthesis.candidates if candidate.time_us is not None]
+        if took_us is not None and times and min(times) > 0:
+            worst = max(worst, took_us / min(times) - 1)
+    if worst <= LOSS:
         return ""
     return (
-        f"these files name no routes, which makes them up to {100 * worst:.0f} % slower than the programs; "
-        "--format txt keeps routes, for the backend stretto (STRETTO_TABLE)"
+        f"these files are up to {100 * worst:.0f} % slower than the best programs, whose routes they cannot name; "
+        "--format txt keeps them whole, for the backend stretto (STRETTO_TABLE)"
     )
 
 
