@@ -58,10 +58,10 @@ class PipelineLayer:
 class PipelineModel:
     """The layers of a model, first to last, and the micro-batch.
 
-    >>> layers = [PipelineLayer(name=f"block{at}", forward_us=10.0, output=(8, 16)) for at in range(5)]
+    >>> layers = [PipelineLayer(name=f"block{at}", forward_us=10.0, output=(8, 16)) for at in range(6)]
     >>> model = PipelineModel(name="small", layers=tuple(layers), samples=4)
     >>> model.balanced_cuts((2, 4)), model.crossing(2)
-    ((0, 2, 5), [(8, 16)])
+    ((0, 2, 6), [(8, 16)])
     """
 
     name: str
