@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+import stretto
 import stretto.torch
 
 TRAINERS, SERVERS, STEPS = 2, 2, 2
@@ -186,7 +187,7 @@ def train(rank: int, store: Any) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     info = StrettoTrainerInitInfo(
         rank=rank, address=f"127.0.0.1:{store_number(store, rank)}", world_size=TRAINERS + SERVERS,
-        num_trainers=TRAINERS, timeout_s=60.0, staging_bytes=4096,
+        num_trainers=TRAINERS, timeout_s=400.0, staging_bytes=4096,
     )  # fmt: skip
     engine = WeightTransferTrainerFactory.trainer_init(
         info, client=StoreClient(PrefixStore("rpc", store)), source=ModuleSource(model)
@@ -267,7 +268,9 @@ def verl(rank: int, store: Any) -> Any:
 
     register_verl()
     actor = rank < TRAINERS
-    engine = CheckpointEngineRegistry.new("stretto", bucket_size=600, is_master=rank == 0, device="cpu", timeout_s=60.0)
+    engine = CheckpointEngineRegistry.new(
+        "stretto", bucket_size=600, is_master=rank == 0, device="cpu", timeout_s=400.0
+    )
     torch.manual_seed(0)
     found, groups = [], set()
     for step, size in enumerate((4, 4, 3)):
@@ -315,7 +318,7 @@ def run(rank: int) -> Any:
 def elastic(rank: int, port: int) -> Any:
     """A trainer, a server, and one that comes later with a number that nobody had; then the first server leaves."""
     number = (0, 1, 7, 9)[rank]
-    world = stretto.torch.SyncWorld.join(f"127.0.0.1:{port}", number, name="elastic", timeout_s=60.0)
+    world = stretto.torch.SyncWorld.join(f"127.0.0.1:{port}", number, name="elastic", timeout_s=400.0)
     weights = {"w": torch.arange(6.0), "b": torch.ones(3)} if rank == 0 else None
     goal = {"w": torch.zeros(6), "b": torch.zeros(3)} if rank else None
     sync: Any = None
@@ -327,10 +330,27 @@ def elastic(rank: int, port: int) -> Any:
         sync = sync.reform(ranks) if sync is not None else stretto.torch.WeightSync(weights, goal, **more)
         if weights is not None:
             weights["w"].add_(step)
-        version = sync.update()
+        version = sync.update(checksums=step > 0)
         with sync.read() as held:
             seen.append([version, held["w"].sum().item() if rank else None])
-    return seen
+    return [seen, damaged(sync) if number in ranks else ""]
+
+
+def damaged(sync: Any) -> str:
+    """A byte that changes on its way: found by the rank that has it, and no rank takes the version."""
+    move = sync._state.move
+
+    def broken(sources: Any, to: int, key: str) -> None:
+        move(sources, to, key)
+        if "b" in sync._state.sets[to]:
+            sync._state.sets[to]["b"][1] += 1
+
+    sync._state.move = broken
+    try:
+        sync.update(checksums=True)
+    except stretto.StrettoError as error:
+        return f"{sync.version} {error}"
+    return "nothing was noticed"
 
 
 def main() -> None:
@@ -350,7 +370,7 @@ def main() -> None:
     register_vllm()
 
     def rank_main(rank: int) -> None:
-        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=400))
         side, at, size = ("train", rank, TRAINERS) if rank < TRAINERS else ("serve", rank - TRAINERS, SERVERS)
         dist.init_process_group("gloo", store=PrefixStore(side, store), rank=at, world_size=size)
         told = train(at, store) if side == "train" else serve(at, store)

@@ -51,12 +51,19 @@ def test_real_weights_arrive_exactly_in_all_three_ways(outcomes: Outcomes) -> No
 
 
 def test_a_rank_comes_that_the_others_did_not_start_with_and_one_leaves(outcomes: Outcomes) -> None:
-    sent, first, late, none = outcomes["elastic"]
+    sent, first, late, none = (seen for seen, _ in outcomes["elastic"])
     assert sent == [[1, None], [2, None], [3, None]]
     # 0 + 1 + ... + 5 = 15, and one more per element and step.
     assert first == [[1, 15.0], [2, 21.0]]
     assert late == [[2, 21.0], [3, 33.0]]
     assert none == []
+
+
+def test_checksums_find_a_byte_that_has_changed_and_the_old_version_stays(outcomes: Outcomes) -> None:
+    said = [why for _, why in outcomes["elastic"]]
+    assert said[1] == said[3] == ""
+    # The trainer has no tensors to read, and so the version that it begins with.
+    assert said[0] == said[2] == "3 rank 7: 'b' has not arrived as sent, in ((0, 3),)"
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -81,9 +81,9 @@ class MappedSync:
         """Predicted microseconds of moving the bytes of one update."""
         return self._sync.predicted_us
 
-    def update(self, source: Dict | None = None) -> int:
+    def update(self, source: Dict | None = None, *, checksums: bool = False) -> int:
         """Copy the present values of the trainers as the next version; all ranks call this, as `WeightSync.update`."""
-        return self._sync.update(self._wanted(source))
+        return self._sync.update(self._wanted(source), checksums=checksums)
 
     @contextmanager
     def read(self, version: int | None = None) -> Iterator[Weights]:

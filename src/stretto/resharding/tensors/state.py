@@ -103,14 +103,25 @@ class ReshardState:
         texts = self._agreement.gather(self.ranks, "WeightSync", str(version))
         return max(int(text) for text in texts)
 
-    def begin(self, number: int, why: str) -> None:
-        """Check that all ranks are about to update to this version; otherwise all ranks raise. `why` is this rank's
-        objection.
+    def begin(self, number: int, why: str, checksums: bool = False) -> None:
+        """Check that all ranks are about to update to this version; otherwise all ranks raise.
+
+        Args:
+            number: the version.
+            why: this rank's objection; empty if it has none.
+            checksums: whether what arrives is compared with what is sent.
+
+        Raises:
+            InvalidInput: a rank objects, or is about to do something else.
+            PeerLost: a rank has died or does not come.
         """
         # All ranks have come to the last version, so all know the result of the vote on the version before it.
         if number > 2:
             self._agreement.forget(f"{self.name}/{number - 2}", self.ranks)
-        self.agree(f"WeightSync.update to version {number}", str(number), why)
+            if checksums:
+                self._agreement.forget(f"{self.name}/{number - 2}/checksums", self.ranks)
+        checked = " with checksums" if checksums else ""
+        self.agree(f"WeightSync.update to version {number}", f"{number}{checked}", why)
 
     def vote(self, key: str, failed: StrettoError | None) -> StrettoError | None:
         """Commit on all ranks or on none; returns None for a commit, else the reason against it."""
@@ -146,6 +157,31 @@ class ReshardState:
                 raise failed
 
         self.transfer.run(sources, targets, check)
+
+    def compared(self, sources: Sequence[torch.Tensor | None], to: int) -> StrettoError | None:
+        """Compare what has arrived with what the trainers hold, box by box; all ranks call this.
+
+        Args:
+            sources: this rank's local part of each tensor; None where it has none.
+            to: the set that was written.
+
+        Returns:
+            What is wrong here, or with the comparison; None if nothing is.
+        """
+        try:
+            targets = self._locals(self.sets[to], [move.dst_meshes for move in self._moves])
+            mine = msgspec.json.encode(self.transfer.checksums(0, sources)).decode()
+            held: dict[str, int] = {}
+            for text in self._agreement.gather(self.ranks, "checksums", mine):
+                held |= msgspec.json.decode(text, type=dict[str, int])
+            for box, got in self.transfer.checksums(1, targets).items():
+                if held.get(box) != got:
+                    at, _, where = box.partition(" ")
+                    name = self._names[int(at)]
+                    return StrettoError(f"rank {self.rank}: {name!r} has not arrived as sent, in {where}")
+        except StrettoError as error:
+            return error
+        return None
 
     def target(self, at: int) -> dict[str, AnyTensor]:
         """The targets as they were given, with one of the two sets as their memory."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -89,7 +90,7 @@ class Transfer:
             for at, move in some
         ]
         self._begin = [[_begins(side, t.shape, carrier.me) for side in (t.src, t.dst)] for t in self._tensors]
-        tasks = decompose(self._tensors) if self._tensors else ()
+        tasks = self._tasks = decompose(self._tensors) if self._tensors else ()
         me = carrier.me
         self._here = [
             (self._part(task, 0, 0), self._part(task, 1, 0))
@@ -126,6 +127,27 @@ class Transfer:
         for at in range(len(self.rounds)):
             self.start(at, sources, targets)(check)
         self.copy_here(sources, targets)
+
+    def checksums(self, side: int, tensors: Tensors) -> dict[str, int]:
+        """A checksum of each box that is sent, as this rank holds it (side 0) or has received it (side 1).
+
+        Args:
+            side: 0 for sources, of which one holder of each box says it; 1 for targets.
+            tensors: this rank's local part of each tensor; None where it has none.
+
+        Returns:
+            Checksums by tensor and box; boxes of pending reductions, which nobody holds before they are sent, are left
+            out.
+        """
+        me = self.carrier.me
+        found: dict[str, int] = {}
+        for task in self._tasks:
+            if task.reduction or me not in (task.receivers if side else task.holders[0][:1]):
+                continue
+            part = self._part(task, side, 0)
+            inside = part.of(tensors).detach().to(part.dtype).contiguous().cpu().view(-1).view(torch.uint8)
+            found[f"{part.tensor} {task.box}"] = zlib.crc32(inside.numpy().tobytes())
+        return found
 
     def copy_here(self, sources: Tensors, targets: Tensors) -> None:
         """Copy the parts that are already on this rank and that no other rank wants."""

@@ -149,9 +149,11 @@ class WeightSync:
                 self._readers[at] -= 1
                 self._lock.notify_all()
 
-    def update(self, source: Dict | None = None) -> int:
+    def update(self, source: Dict | None = None, *, checksums: bool = False) -> int:
         """Copy the present values of `source` to all replicas as the next version; return its number. All ranks call
         this.
+
+        With `checksums` every rank compares what has arrived with what the trainers hold, before it votes.
 
         A `source` other than the first may be given, with the same names, shapes, dtypes and layouts. If anything
         fails, every rank raises, and the current version stays. After a failure while bytes moved (`PeerLost`) no
@@ -162,7 +164,7 @@ class WeightSync:
             number = self._number + 1
             sources, why = state.checked_sources(source)
             why = why or (f"this sync has failed before: {self._broken}" if self._broken else "") or self._vacate(back)
-            state.begin(number, why)
+            state.begin(number, why, checksums)
             key = f"{state.name}/{number}"
             failed: StrettoError | None = None
             try:
@@ -172,6 +174,8 @@ class WeightSync:
             except Exception as error:
                 failed = StrettoError(f"rank {state.rank}: {type(error).__name__}: {error}")
             decided = state.vote(key, failed)
+            if checksums and decided is None:
+                decided = state.vote(f"{key}/checksums", state.compared(sources, back))
             if decided is not None:
                 self._broken = failed or decided
                 raise self._broken
