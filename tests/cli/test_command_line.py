@@ -58,7 +58,7 @@ def test_every_command_teaches_by_example(command: tuple[str, ...], good: Run) -
         (("simulate",), "Missing argument"),
         (("simulate", "ring"), "Missing option '--cluster'"),
         (("simulate", "ring", "--cluster"), "requires an argument"),
-        (("simulate", "ring", "extra", "--cluster", "dgx2"), "unexpected extra argument"),
+        (("simulate", "ring", "all_reduce", "extra", "--cluster", "dgx2"), "unexpected extra argument"),
         (
             ("simulate", "ring", "--cluster", "dgx2", "--chunks", "many"),
             "'--chunks': Input should be a valid integer",
