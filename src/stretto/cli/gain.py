@@ -64,7 +64,8 @@ def verdict(split: GainSplit) -> str:
         share = split.plan_share if split.kept == "plan" else 0.0
         return f"{gained}; the plan is {share:.2f} times as fast as plain order" if share else gained
     if split.kept == "unchanged":
-        return f"nothing was gained: {now}"
+        tried = f"; our backend was {split.backend_share:.2f} times as fast while it was tried, too short to be sure"
+        return f"nothing was gained: {now}{tried if split.backend_share >= NOTICEABLE else ''}"
     if split.gain < NOTICEABLE:
         return f"nothing was gained: {split.gain:.2f} times as fast as the unchanged job; {now}"
     shares = f"our backend {split.backend_share:.2f}x"
