@@ -173,7 +173,7 @@ class ReshardState:
             mine = msgspec.json.encode(self.transfer.checksums(0, sources)).decode()
             held: dict[str, int] = {}
             for text in self._agreement.gather(self.ranks, "checksums", mine):
-                held |= msgspec.json.decode(text, type=dict[str, int])
+                held |= msgspec.json.decode(text, type=typed(dict[str, int]))
             for box, got in self.transfer.checksums(1, targets).items():
                 if held.get(box) != got:
                     at, _, where = box.partition(" ")
