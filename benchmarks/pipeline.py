@@ -4,7 +4,8 @@
 Cases: `fig7` (GPT with two parallel configurations and the U-Transformer), `fig9` (overlap and eager-1F1B by number of
 micro-batches), `memory` (what is recomputed and held at each stage), `search` (warm-ups and delays against the lower
 bound), `real` (two hosts in the lab, a model with a skip connection, trained under PyTorch's own runtime; all systems
-give the same losses). `ratio` is always to the case's baseline: Alpa, broadcast, or 1F1B with blocking transfers.
+give the same losses), `meshes` (stages that are device meshes, see `pipeline_mesh.py`). `ratio` is always to the case's
+baseline: Alpa, broadcast, or 1F1B with blocking transfers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common import Row, run_cases
+from pipeline_mesh import meshes
 
 from stretto.lab import Lab, unavailable
 from stretto.pipeline import (
@@ -167,7 +169,7 @@ def real(quick: bool) -> list[Row]:
     ]  # fmt: skip
 
 
-PARTS = {"fig7": fig7, "fig9": fig9, "memory": memory, "search": searching, "real": real}
+PARTS = {"fig7": fig7, "fig9": fig9, "memory": memory, "search": searching, "real": real, "meshes": meshes}
 
 
 if __name__ == "__main__":

@@ -93,6 +93,9 @@ class MeshPipeline:
         PeerLost: a rank has died or does not come.
     """
 
+    lane_type: type[Lane] = Lane
+    """What carries tensors between two stages; comparisons have others."""
+
     def __init__(
         self,
         module: torch.nn.Module,
@@ -190,12 +193,12 @@ class MeshPipeline:
             def inputs(sent: Sequence[SentTensor], behind: StageMesh = behind) -> list[Sequence[Any]]:
                 return behind.placements(len(sent))
 
-            ahead = Lane(f"activations {at} to {at + 1}", before.mesh, behind.mesh, inputs)
+            ahead = self.lane_type(f"activations {at} to {at + 1}", before.mesh, behind.mesh, inputs)
 
             def back(_: Sequence[SentTensor], ahead: Lane = ahead) -> list[Sequence[Any]]:
                 return list(gradient_placements(ahead.sent))
 
-            gradients = Lane(f"gradients {at + 1} to {at}", behind.mesh, before.mesh, back)
+            gradients = self.lane_type(f"gradients {at + 1} to {at}", behind.mesh, before.mesh, back)
             lanes[at, at + 1], lanes[at + 1, at] = ahead, gradients
             if self.index == at:
                 self._stage.outgoing = ahead, gradients
