@@ -7,12 +7,12 @@ Gbit/s), so that a transfer takes as long as there. A stage's time is the paper'
 64 micro-batches. Each stage has a host of four ranks: (data, tensor) parallel (2, 2), (4, 1) or (1, 4).
 
 `send_recv` sends each piece from a holder to everyone who lacks it, `gather_broadcast` brings tensors to one rank,
-which broadcasts them; both hold the stage (1F1B). `1f1b` moves them by our programs, and waits. `overlap`, `eager_1f1b`
-and `stretto` (the schedule that the search finds under the paper's memory) do not. `signal` is eager-1F1B with one
-number in place of the tensors: what free communication would give. `ratio` is `send_recv`'s time over a system's, `of_signal`
-that of free communication over it; `predicted_us` the simulation of schedule and programs, from times of stages that
-were measured one by one. `cpu` is the ranks' own share of the processors. `gradients` is the largest deviation from
-those of one process.
+which broadcasts them; both hold the stage (1F1B). `1f1b` moves them by our programs, and waits. `overlap`,
+`eager_1f1b` and `stretto` (the schedule that the search finds under the paper's memory) do not. `signal` is
+eager-1F1B with one number in place of the tensors: what free communication would give. `ratio` is `send_recv`'s time
+over a system's, `of_signal` that of free communication over it; `predicted_us` the simulation of schedule and
+programs, from times of stages that were measured one by one. `cpu` is the ranks' own share of the processors.
+`gradients` is the largest deviation from those of one process.
 """
 
 from __future__ import annotations
