@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ELSEWHERE = {
-    "--only nccl": "a GPU", "gpu_worker.py": "a GPU", "--astra-sim": "ASTRA-sim",
+    "--only nccl": "a GPU", "gpu_jobs.py": "a GPU", "gpu_worker.py": "a GPU", "--astra-sim": "ASTRA-sim",
     "--forestcoll": "ForestColl and TACOS",
 }  # fmt: skip
 """Parts of command lines, and what those commands need."""

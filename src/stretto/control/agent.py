@@ -29,6 +29,7 @@ from .messages import (
     encode,
     encode_captured,
 )
+from .own_costs import OwnTime
 from .protocol import RankSide, captured, obey, retire
 from .transport import EXCHANGE, ControllerConnection, from_environment
 
@@ -73,10 +74,11 @@ class Agent:
         self._job, self._rank, self._size = job, rank, size
         self._every_s = every_s
         self._side = RankSide(epoch=epoch)
-        self._recorded: tuple[Workload, Cluster, float, str] | None = None
+        self._recorded: tuple[Workload, Cluster, float, str, tuple[OwnTime, ...]] | None = None
         self._workload: Workload | None = None
         self._cluster: Cluster | None = None
         self._motif_us, self._key = 0.0, ""
+        self._own_times: tuple[OwnTime, ...] = ()
         self._body: CapturedStep | None = None
         self._wanted = False
         self._beat = 0
@@ -111,7 +113,10 @@ class Agent:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(CALL_S + LAST_S)
 
-    def captured(self, workload: Workload, cluster: Cluster, motif_us: float = 0.0, key: str = "") -> None:
+    def captured(
+        self, workload: Workload, cluster: Cluster, motif_us: float = 0.0, key: str = "",
+        own_times: tuple[OwnTime, ...] = (),
+    ) -> None:  # fmt: skip
         """Tell of the training step; the same on all ranks.
 
         Args:
@@ -119,10 +124,11 @@ class Agent:
             cluster: What it runs on.
             motif_us: What a motif costs at least.
             key: Under which the plan is kept for the next start of the job; empty: none is.
+            own_times: What collectives of the job's own backend take, where plans run above it.
         """
         # Training calls this, and must not wait while the agent loads a plan.
         self._profile = ""
-        self._recorded = (workload, cluster, motif_us, key)
+        self._recorded = (workload, cluster, motif_us, key, own_times)
 
     def compared(
         self, *, own: Timing | None = None, backend: Timing | None = None, own_name: str = "", on_own: bool = False,
@@ -152,7 +158,8 @@ class Agent:
     def _state(self, leaving: bool) -> RankState:
         recorded, self._recorded = self._recorded, None
         if recorded is not None:
-            self._workload, self._cluster, self._motif_us, self._key, self._body = *recorded, None
+            self._workload, self._cluster, self._motif_us, self._key, self._own_times = recorded
+            self._body = None
             self._side = captured(self._side, self._workload.digest, self._adapter())
         report = self._plane.report()
         self._see(report)
@@ -193,7 +200,7 @@ class Agent:
 
     def _captured(self) -> CapturedStep | None:
         if self._body is None and self._workload is not None and self._cluster is not None:
-            self._body = encode_captured(self._workload, self._cluster, self._motif_us, self._key)
+            self._body = encode_captured(self._workload, self._cluster, self._motif_us, self._key, self._own_times)
         return self._body
 
     def _adapter(self) -> _Adapter:

@@ -30,9 +30,10 @@ from ..units import format_us
 from .agent import Agent, exchange_over
 from .aside import IterationRollCall, SideGroup
 from .compare import Comparison
-from .gpu_jobs import GpuPace, nccl_cluster, nccl_small_us
+from .gpu_pace import GpuPace
 from .inductor import tell_inductor
 from .marks import LOOK, MOST, USER, Marks, common, period_of
+from .own_times import kinds_of, own_cluster, own_small_us, own_times
 from .pulse import prepare, start_pulse, stop_pulse
 from .recall import Recalled, StepTally, fits, key_of, recall
 from .transport import from_environment
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from ..runtime.enforcer.enforcer import Enforcer
     from ..runtime.torch_backend.engine import Engine
     from ..workload import Workload
+    from .own_costs import Library, OwnTime
 
 LOG = logging.getLogger("stretto.control")
 WARM_UP = 3
@@ -156,6 +158,7 @@ class Autopilot:
         self._enforcer: Enforcer | None = None
         self._cluster: Cluster | None = None
         self._motif_us = 0.0
+        self._own_times: tuple[OwnTime, ...] = ()
         self._recorder: Recorder | None = None
         self._steps = 0
         self._tries = 0
@@ -359,6 +362,7 @@ class Autopilot:
                 self._say("a plan of an earlier start is not for this step, which is recorded")
             return False
         self._cluster, self._motif_us, self._workload = found.cluster, found.motif_us, found.workload
+        self._own_times = found.own_times
         with on_ours():
             self._agent = self._start_agent()
         self._begin_with(found)
@@ -378,7 +382,7 @@ class Autopilot:
         self._say(
             f"iteration {self._steps}: not recorded, as an earlier start has left {found.workload!r} and its plan"
         )
-        self._agent.captured(found.workload, found.cluster, found.motif_us, self._key)
+        self._agent.captured(found.workload, found.cluster, found.motif_us, self._key, found.own_times)
 
     def _recorded(self) -> None:
         recorder, self._recorder = self._recorder, None
@@ -397,11 +401,11 @@ class Autopilot:
         if self._agent is not None or not fits(self._tally.calls, workload, self.rank):
             # What is called now is not what a later start of the job would begin with.
             self._key = ""
+        self._workload = workload
         with on_ours():
             if self._agent is None:
                 self._agent = self._start_agent()
         assert self._cluster is not None
-        self._workload = workload
         self._say(f"recorded {RECORD} iterations: {len(workload.comm_ops)} comm-ops on {self._cluster!r}")
         self._compare()
 
@@ -411,7 +415,8 @@ class Autopilot:
         self._cluster = self._cluster or self._find_cluster()
         tell_inductor(self._cluster)
         if not known:
-            self._motif_us = nccl_small_us() if OWN_BACKEND.asked == NCCL else small_us()
+            library = self._library()
+            self._motif_us = own_small_us(library) if library else small_us()
         self._enforcer = self._enforce(self._cluster)
         assert self._link is not None
         agent = Agent(
@@ -441,7 +446,7 @@ class Autopilot:
             CURRENT.enforcer = None
             self._comparison = Comparison(self._aside, self._engines)
             return
-        self._agent.captured(self._workload, self._cluster, self._motif_us, self._key)
+        self._agent.captured(self._workload, self._cluster, self._motif_us, self._key, self._own_times)
 
     def _compared(self) -> None:
         """Both are measured, and the faster one runs: the controller may plan now."""
@@ -456,7 +461,7 @@ class Autopilot:
             each = f"{OWN_BACKEND.asked} {format_us(own.median_us)}, ours {format_us(ours.median_us)} per iteration"
             runs = OWN_BACKEND.asked if OWN_BACKEND.runs else "ours"
             self._say(f"measured in turns: {each}; {runs} runs while a plan is made")
-        self._agent.captured(self._workload, self._cluster, self._motif_us, self._key)
+        self._agent.captured(self._workload, self._cluster, self._motif_us, self._key, self._own_times)
 
     def _stop_comparing(self, comparison: Comparison, why: str) -> None:
         """Tell the agent what was measured, or why nothing was."""
@@ -476,13 +481,17 @@ class Autopilot:
 
         world: Any = dist.group.WORLD
         selector = world.engine.selector
+        hosts = [card.host for card in world.cards]
+        library = self._library()
+        if library and self._workload is not None:
+            largest = max(op.nbytes for op in self._workload.comm_ops)
+            self._own_times = own_times(hosts, kinds_of(self._workload), largest, library)
         if selector.cluster is not None:
             known: Cluster = selector.cluster
             return known
         found, wrong = None, ""
         try:
-            on_gpu = OWN_BACKEND.asked == NCCL
-            found = nccl_cluster([card.host for card in world.cards]) if on_gpu else probe(world, name="probed").cluster
+            found = own_cluster(hosts, self._own_times) if self._own_times else probe(world, name="probed").cluster
         except StrettoError as error:
             wrong = str(error)
         # It may have failed on some ranks only, and all need the same.
@@ -495,14 +504,29 @@ class Autopilot:
         return assumed
 
     def _enforce(self, cluster: Cluster) -> Enforcer:
-        from ..runtime.enforcer.carriers import from_environment
         from ..runtime.enforcer.enforcer import Enforcer
+
+        return Enforcer(cluster=cluster, carrier=self._carrier())
+
+    def _carrier(self) -> str:
+        """The name of what carries plans out."""
+        from ..runtime.enforcer.carriers import from_environment
         from ..runtime.torch_backend.engine import CURRENT_JOB
 
         job, named = CURRENT_JOB.job, from_environment()
-        ours = "executor" if job is not None and job.executor is not None else "gloo"
-        ours = NCCL if OWN_BACKEND.asked == NCCL else ours
-        return Enforcer(cluster=cluster, carrier=ours if named == "auto" else named)
+        if named != "auto":
+            return named
+        ours = "executor" if job is not None and job.executor is not None else GLOO
+        return NCCL if OWN_BACKEND.asked == NCCL else ours
+
+    def _library(self) -> Library | None:
+        """The job's own backend, where plans run above it by its algorithms, and it has one network to choose from."""
+        from ..runtime.torch_backend.engine import channels_of
+
+        if OWN_BACKEND.asked == NCCL and self._carrier() == NCCL:
+            return "nccl"
+        above_gloo = OWN_BACKEND.asked == GLOO and self._carrier() == GLOO
+        return "gloo" if above_gloo and len(channels_of(os.environ)) == 1 else None
 
     def _drop(self, why: str) -> None:
         self._recorder = self._comparison = None

@@ -20,6 +20,7 @@ from ..planner.plan import Plan
 from ..runtime.enforcer.report import EnforcerReport
 from ..workload import Workload
 from ..workload import files as workload_files
+from .own_costs import MAX_TIMES, OwnTime
 from .spans import ReportSpan
 from .split import GainSplit
 
@@ -72,6 +73,8 @@ class CapturedStep(msgspec.Struct, frozen=True, kw_only=True):
     """What every motif costs beside what its bytes take: threads have to be woken up on all ranks."""
     key: Name = ""
     """Under which a plan is kept for the next start of the job; empty: none is."""
+    own_times: Annotated[tuple[OwnTime, ...], Meta(max_length=MAX_TIMES)] = ()
+    """What collectives of the job's own backend took, where plans run above it; then these are what motifs cost."""
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True):
@@ -289,11 +292,13 @@ def decode_plan(body: bytes, expected: str) -> Plan:
     return plan
 
 
-def encode_captured(workload: Workload, cluster: Cluster, motif_us: float = 0.0, key: str = "") -> CapturedStep:
+def encode_captured(
+    workload: Workload, cluster: Cluster, motif_us: float = 0.0, key: str = "", own_times: tuple[OwnTime, ...] = ()
+) -> CapturedStep:
     """What rank 0 sends once; the arguments are the fields of `CapturedStep`."""
     return CapturedStep(
         workload=workload_files.dumps(workload, json=True), cluster=yaml_form.dumps(cluster, json=True),
-        motif_us=min(motif_us, MAX_MOTIF_US), key=key,
+        motif_us=min(motif_us, MAX_MOTIF_US), key=key, own_times=own_times,
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from ..runtime.capture.tape import VARYING
 from ..runtime.torch_backend.own_backend import OWN_BACKEND
 from ..runtime.torch_backend.watch import WATCH, SubmittedCall
 from .messages import RecallReply, RecallRequest, decode, decode_captured, encode
+from .own_costs import OwnTime
 from .transport import RECALL, ControllerConnection
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Recalled:
     cluster: Cluster
     motif_us: float
     on_own: bool
+    own_times: tuple[OwnTime, ...] = ()
 
 
 class StepTally:
@@ -164,7 +166,8 @@ def recall(
             workload, cluster = decode_captured(reply.captured)
             if fits(calls, workload, rank) and (given is None or given.digest == cluster.digest):
                 found = Recalled(
-                    workload=workload, cluster=cluster, motif_us=reply.captured.motif_us, on_own=reply.on_own
+                    workload=workload, cluster=cluster, motif_us=reply.captured.motif_us, on_own=reply.on_own,
+                    own_times=reply.captured.own_times,
                 )  # fmt: skip
     except (StrettoError, msgspec.MsgspecError):
         found = None

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unchanged training scripts on GPUs behind shaped uplinks: with NCCL, with gloo, and under `stretto run`.
+
+Every case runs in a lab (two hosts; all ranks may share one GPU, under MPS). `nccl_ms` and `gloo_ms` are the script by
+itself, `own_ms` is the same NCCL inside of `stretto run`, measured in turns with `plan_ms`: `gain` is the median over
+the pairs of blocks, `low` and `high` bound it with 95 % confidence (bootstrap).
+`losses_off` compares with NCCL alone, relatively, over all iterations that both made.
+`--device cpu` runs the same on gloo and CPUs, to try the benchmark. `--cases`, `--ranks`, `--uplink` choose.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common import Row, common_options, finish
+from gpu_jobs_rank import BLOCK, MODELS, TRIAL
+
+RANK = Path(__file__).with_name("gpu_jobs_rank.py")
+STEPS, ALONE, GLOO = 320, 120, 12
+"""Iterations: under `stretto run` at most, of the script alone, and with gloo."""
+WARM = 5
+DRAWS = 2000
+
+
+def lab(ranks: int, uplink: str) -> list[str]:
+    """Runs what follows on every rank."""
+    return [sys.executable, "-m", "stretto", "lab", "run", "--hosts", "2", "--ranks", str(ranks), "--uplink", uplink,
+            "--"]  # fmt: skip
+
+
+def run(command: list[str], limit_s: float, log: Path, **environment: str) -> str:
+    """Run a command in a session of its own; what went wrong, if anything."""
+    shared = {"OMP_NUM_THREADS": "1", "NCCL_SOCKET_IFNAME": "eth", "NCCL_MAX_NCHANNELS": "2", "STRETTO_PLANS": "off"}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, env=os.environ | shared | environment, stdout=out, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)
+            time.sleep(2.0)
+            code = -1
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if code == 0:
+        return ""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line or "rror:" in line]
+    return f"timed out after {limit_s:.0f} s" if code == -1 else (lines[-1:] or [f"exit code {code}"])[0][-200:]
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    """What each rank has written."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def alone(model: str, backend: str, steps: int, args: Any, where: Path) -> tuple[list[dict[str, Any]], str]:
+    """The script by itself."""
+    folder = where / backend
+    folder.mkdir()
+    command = [*lab(args.ranks, args.uplink), sys.executable, str(RANK), model, str(folder), str(steps)]
+    wrong = run(command, args.limit, where / f"{backend}.log", BACKEND=backend)
+    return told(folder), wrong
+
+
+def under(model: str, backend: str, args: Any, where: Path) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
+    """The script under `stretto run`."""
+    folder = where / "run"
+    folder.mkdir()
+    command = [sys.executable, "-m", "stretto", "run", "--budget", str(args.budget), "--json", str(where / "run.json")]
+    command += ["--", *lab(args.ranks, args.uplink), sys.executable, str(RANK), model, str(folder), str(STEPS)]
+    more = {"STRETTO_CARRIER": "gloo"} if backend == "cpu" else {}
+    wrong = run(command, args.limit, where / "run.log", BACKEND=backend, PAIRS=str(args.pairs), **more)
+    status: dict[str, Any] = {}
+    if (where / "run.json").exists():
+        status = json.loads((where / "run.json").read_text())
+    return told(folder), status, wrong
+
+
+def medians_ms(ranks: list[dict[str, Any]], begins: str = "") -> float | None:
+    """The median over iterations of the slowest rank's time, of iterations that ran so."""
+    slowest = by_iteration(ranks)
+    runs = ranks[0]["runs"] if ranks else []
+    times = [ms for at, ms in enumerate(slowest) if at >= WARM and (not begins or runs[at].startswith(begins))]
+    return median(times) if times else None
+
+
+def by_iteration(ranks: list[dict[str, Any]]) -> list[float]:
+    return [max(each) for each in zip(*(rank["times_ms"] for rank in ranks), strict=False)]
+
+
+def pairs_of(ranks: list[dict[str, Any]]) -> list[tuple[float, float, float]]:
+    """For each trial the median times of the plan around it, of the job's own backend in it, and of ours in it."""
+    slowest, runs = by_iteration(ranks), ranks[0]["runs"]
+    first = next((at for at, ran in enumerate(runs) if ran.startswith(("plan", "trial"))), len(runs))
+    found = []
+    for begin in range(first, len(slowest), BLOCK + TRIAL):
+        block = range(begin, min(begin + BLOCK + TRIAL, len(slowest)))
+        # The first iterations under the plan after a change do not count.
+        times = [
+            [slowest[at] for at in block if runs[at].startswith(kind) and (kind != "plan" or at - begin >= 2)]
+            for kind in ("plan", "trial own", "trial ours")
+        ]
+        if all(len(each) >= 4 for each in times):
+            plan, own, ours = (median(each) for each in times)
+            found.append((plan, own, ours))
+    return found
+
+
+def interval(ratios: list[float]) -> tuple[float, float]:
+    """The median of ratios with 95 % confidence, by drawing them again."""
+    draw = random.Random(0)
+    drawn = sorted(median(draw.choices(ratios, k=len(ratios))) for _ in range(DRAWS))
+    return drawn[int(0.025 * DRAWS)], drawn[int(0.975 * DRAWS)]
+
+
+def losses_off(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float | None:
+    """The largest relative difference of a loss."""
+    pairs = [
+        (a, b) for mine, other in zip(ours, theirs, strict=False)
+        for a, b in zip(mine["losses"], other["losses"], strict=False)
+    ]  # fmt: skip
+    return max((abs(a - b) / max(abs(b), 1e-9) for a, b in pairs), default=None)
+
+
+def case(model: str, args: Any) -> Row:
+    """One script: alone, with gloo, and under `stretto run`."""
+    backend = "nccl" if args.device == "cuda" else "cpu"
+    row: Row = {"case": f"{model} 2x{args.ranks} {args.uplink}"}
+    with tempfile.TemporaryDirectory() as name:
+        where = args.keep / f"{model}-2x{args.ranks}" if args.keep else Path(name)
+        where.mkdir(parents=True, exist_ok=True)
+        plain, wrong = alone(model, backend, ALONE, args, where) if not args.only_run else ([], "")
+        row["nccl_ms"], row["nccl_wrong"] = medians_ms(plain), wrong or None
+        ran, status, wrong = under(model, backend, args, where)
+        row["run_wrong"] = wrong or None
+        found = pairs_of(ran) if ran and ran[0]["runs"] else []
+        split = status["jobs"][0]["split"] if status.get("jobs") else {}
+        row["about"] = status["jobs"][0]["about"][:120] if status.get("jobs") else None
+        row["own_ms"] = median(own for _, own, _ in found) if found else medians_ms(ran, "own") if ran else None
+        row["plan_ms"] = median(plan for plan, _, _ in found) if found else None
+        row["predicted_ms"] = split.get("predicted_plan_us", 0.0) / 1e3 or None
+        row["pairs"] = len(found)
+        if found:
+            row["gain"] = median(own / plan for plan, own, _ in found)
+            row["low"], row["high"] = interval([own / plan for plan, own, _ in found])
+            row["backend_percent"] = 100 * (median(ours / own for _, own, ours in found) - 1)
+        before = medians_ms(ran, "own") if ran and ran[0]["runs"] else None
+        recorded = medians_ms(ran, "recording") if before else None
+        row["recording_percent"] = 100 * (recorded / before - 1) if recorded and before else None
+        row["losses_off"] = losses_off(ran, plain)
+        if args.gloo and backend == "nccl":
+            with_gloo, wrong = alone(model, "gloo", GLOO, args, where)
+            row["gloo_ms"], row["gloo_wrong"] = medians_ms(with_gloo), wrong or None
+    return row
+
+
+def main() -> None:
+    """All cases that were asked for."""
+    parser = common_options(__doc__)
+    parser.add_argument("--cases", default=",".join(MODELS), help="models, separated by commas")
+    parser.add_argument("--ranks", type=int, default=2, help="of each host")
+    parser.add_argument("--uplink", default="2gbit")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--budget", type=float, default=4.0, help="seconds for the planner")
+    parser.add_argument("--limit", type=float, default=100.0, help="seconds for each run")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--gloo", action="store_true", help="with gloo, too")
+    parser.add_argument("--only-run", action="store_true", help="not the script alone: no losses to compare with")
+    parser.add_argument("--keep", type=Path, help="leave logs and times in this folder")
+    args = parser.parse_args()
+    args.pairs = 1 if args.quick else args.pairs
+    rows = []
+    for model in args.cases.split(","):
+        rows.append(case(model, args))
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    finish(rows, args, title="Unchanged jobs on GPUs")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of benchmarks/gpu_jobs.py: ``gpu_jobs_rank.py MODEL FOLDER STEPS``, a training script as users write them.
+
+MODELS names what it can train. BACKEND is nccl (tensors on the GPU), gloo (the same tensors) or cpu (gloo, small models
+on the CPU, to try the script without a GPU). Every rank writes its losses and the time of each iteration to the folder.
+With PAIRS=N, under `stretto run`, a plan that has become active is set aside again and again, so that N pairs of blocks
+are measured in turns, and what ran each iteration is written, too; nothing else here knows of Stretto.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+BLOCK, TRIAL = 12, 20
+"""Iterations under the plan between two trials, and of a trial."""
+LITTLE = os.environ.get("BACKEND") == "cpu"
+WIDTH, LAYERS, BATCH, SEQUENCE, VOCABULARY = (128, 2, 1, 16, 512) if LITTLE else (256, 4, 8, 128, 2048)
+TABLES, ROWS, EMBEDDED, SAMPLES, DENSE = (10, 100, 16, 256, 256) if LITTLE else (10, 1000, 64, 2048, 1024)
+
+
+class Attention(nn.Module):
+    """A layer of a small GPT."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before, self.norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Causal attention with four heads, then a perceptron."""
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.before(x)).view(batch, length, 12, width // 4).transpose(1, 2).chunk(3, dim=1)
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
+        added: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return added
+
+
+class Gpt(nn.Module):
+    """Tokens in, logits out; `keep` recomputes activations in the backward pass."""
+
+    def __init__(self, width: int, layers: int, *, keep: bool = True) -> None:
+        super().__init__()
+        self.embedded, self.keep = nn.Embedding(VOCABULARY, width), keep
+        self.layers = nn.ModuleList(Attention(width) for _ in range(layers))
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The logits of the next token."""
+        x = self.embedded(tokens)
+        for layer in self.layers:
+            x = layer(x) if self.keep else checkpoint(layer, x, use_reentrant=False)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+class Residual(nn.Module):
+    """Two convolutions and a way past them."""
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.one = nn.Conv2d(before, width, 3, stride, 1, bias=False)
+        self.two = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(2))
+        self.past = nn.Conv2d(before, width, 1, stride, bias=False) if before != width else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As in ResNet-18."""
+        inner = self.norms[1](self.two(torch.relu(self.norms[0](self.one(x)))))
+        return torch.relu(self.past(x) + inner)
+
+
+def resnet(width: int) -> nn.Module:
+    """ResNet-18 with half its channels."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1), nn.BatchNorm2d(width), nn.ReLU()]
+    before = width
+    for stage in range(4):
+        for block in range(2):
+            layers.append(Residual(before, width << stage, 2 if stage and not block else 1))
+            before = width << stage
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 100))
+
+
+class Exchange(torch.autograd.Function):
+    """An all-to-all with splits, and back again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: torch.Tensor, gives: list[int], takes: list[int]) -> torch.Tensor:
+        """Rows to the ranks that need them."""
+        ctx.splits = gives, takes
+        taken = sent.new_empty((sum(takes), *sent.shape[1:]))
+        dist.all_to_all_single(taken, sent.contiguous(), takes, gives)
+        return taken
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Gradients to the ranks that have the tables."""
+        gives, takes = ctx.splits
+        back = gradient.new_empty((sum(gives), *gradient.shape[1:]))
+        dist.all_to_all_single(back, gradient.contiguous(), gives, takes)
+        return back, None, None
+
+
+class Dlrm(nn.Module):
+    """Tables dealt out over ranks, unequally, and a perceptron that every rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank, size = dist.get_rank(), dist.get_world_size()
+        whole = size * (size + 1) // 2
+        ends = [round(TABLES * (at * (at + 1) // 2) / whole) for at in range(size + 1)]
+        self.counts = [max(b - a, 0) for a, b in pairwise(ends)]
+        draw = torch.Generator().manual_seed(100 + rank)
+        self.tables = nn.Parameter(0.01 * torch.randn(self.counts[rank], ROWS, EMBEDDED, generator=draw))
+        torch.manual_seed(1)
+        self.dense: Any = nn.Sequential(
+            nn.Linear(TABLES * EMBEDDED, DENSE), nn.ReLU(), nn.Linear(DENSE, DENSE), nn.ReLU(), nn.Linear(DENSE, 1)
+        )
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        """Look up this rank's tables for all samples, exchange, and go through the perceptron."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        share = indices.shape[0] // size
+        first = sum(self.counts[:rank])
+        mine = [self.tables[at][indices[:, first + at]] for at in range(self.counts[rank])]
+        rows = torch.stack(mine, dim=1) if mine else self.tables.new_zeros(indices.shape[0], 0, EMBEDDED)
+        flat = torch.cat([part.reshape(-1, EMBEDDED) for part in rows.chunk(size)])
+        gives, takes = [share * self.counts[rank]] * size, [share * count for count in self.counts]
+        taken = Exchange.apply(flat, gives, takes)  # type: ignore[no-untyped-call]
+        parts = [part.view(share, -1) for part in taken.split(takes)]
+        logits: torch.Tensor = self.dense(torch.cat(parts, dim=1))
+        return logits
+
+
+Step = Callable[[int], torch.Tensor]
+
+
+class Job:
+    """A model with its optimizer: `step` trains one iteration and returns its loss."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name, self.device, self.rank, self.size = name, device, dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(0)
+        self.kind = name.partition("-")[0]
+        net: Any
+        if self.kind == "gpt":
+            net = Gpt(WIDTH, LAYERS, keep=name != "gpt-loop")
+        else:
+            net = Dlrm() if self.kind == "dlrm" else resnet(WIDTH // 8)
+        net = net.to(device)
+        if name == "gpt-compiled":
+            net = torch.compile(net)
+        if name == "gpt-fsdp2":
+            from torch.distributed.fsdp import fully_shard
+
+            for layer in net.layers:
+                fully_shard(layer)
+            fully_shard(net)
+        elif self.kind == "dlrm":
+            net.dense = self._replicated(net.dense)
+        else:
+            net = self._replicated(net)
+        self.net = net
+        self.optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+
+    def _replicated(self, net: nn.Module) -> nn.Module:
+        ids = [self.device.index] if self.device.type == "cuda" else None
+        return DistributedDataParallel(net, device_ids=ids, bucket_cap_mb=4)
+
+    def step(self, number: int) -> torch.Tensor:
+        """Two micro-batches, the first without a sum, and an evaluation now and then, where the name ends in loop."""
+        parts = 2 if self.name == "gpt-loop" else 1
+        for part in range(parts):
+            with self.net.no_sync() if part < parts - 1 else nullcontext():
+                loss = self._loss(parts * number + part)
+                loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.name == "gpt-loop" and number % 25 == 24:
+            with torch.no_grad():
+                dist.all_reduce(self._loss(number))
+        return loss.detach()
+
+    def _loss(self, number: int) -> torch.Tensor:
+        own = 0 if self.kind == "dlrm" else self.rank
+        draw = torch.Generator().manual_seed(1000 * own + number)
+        if self.kind == "dlrm":
+            indices = torch.randint(ROWS, (SAMPLES, TABLES), generator=draw).to(self.device)
+            share = indices[self.rank * SAMPLES // self.size : (self.rank + 1) * SAMPLES // self.size]
+            return nn.functional.mse_loss(self.net(indices).squeeze(1), (share.sum(1) % 7).float() / 7)
+        if self.kind == "resnet":
+            images = torch.randn(BATCH * 4, 3, 32, 32, generator=draw).to(self.device)
+            return nn.functional.cross_entropy(
+                self.net(images), torch.randint(100, (BATCH * 4,), generator=draw).to(self.device)
+            )
+        tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=draw).to(self.device)
+        logits = self.net(tokens[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Pairs:
+    """Under `stretto run`: what runs each iteration, and plans that are set aside again and again."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.first = -1
+
+    def runs(self, step: int) -> str:
+        """What runs the iteration that begins: "recording", "own", "backend", "plan" or, in a trial, who instead."""
+        from stretto.runtime.enforcer.trial import SETTLED, PlainTrial
+        from stretto.runtime.torch_backend.current import CURRENT
+        from stretto.runtime.torch_backend.own_backend import OWN_BACKEND
+        from stretto.runtime.torch_backend.watch import WATCH
+
+        enforcer: Any = CURRENT.enforcer
+        plan = enforcer.report().number if enforcer is not None else 0
+        if not plan:
+            if type(WATCH.current).__name__ == "Hooks":
+                return "recording"
+            return "own" if OWN_BACKEND.runs else "backend"
+        if self.first < 0:
+            self.first = step
+        if (step - self.first) % (BLOCK + TRIAL) == BLOCK:
+            enforcer._trial = PlainTrial(enforcer._iteration - SETTLED)
+        trial = enforcer._trial
+        side = trial.side(enforcer._iteration) if trial is not None else None
+        if side is None:
+            return f"plan {plan}"
+        return f"trial {side}" if trial.counts(enforcer._iteration) else "change"
+
+    def done(self, step: int) -> bool:
+        """Whether enough pairs were measured."""
+        return self.first >= 0 and step - self.first >= self._count * (BLOCK + TRIAL)
+
+
+def main() -> None:
+    """Train, and write what it took."""
+    name, folder, steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    backend = os.environ.get("BACKEND", "nccl")
+    device = torch.device("cpu" if backend == "cpu" else "cuda:0")
+    torch.set_num_threads(1)
+    # Several ranks on one GPU work with NCCL when each believes to be on a host of its own.
+    os.environ.setdefault("NCCL_HOSTID", f"rank{os.environ['RANK']}")
+    begun = time.perf_counter()
+    dist.init_process_group("gloo" if backend == "cpu" else backend)
+    job = Job(name, device)
+    pairs = Pairs(int(os.environ["PAIRS"])) if "PAIRS" in os.environ else None
+    losses: list[torch.Tensor] = []
+    runs: list[str] = []
+    ends: list[Any] = []
+    for step in range(steps):
+        if pairs is not None:
+            if pairs.done(step):
+                break
+            runs.append(pairs.runs(step))
+        losses.append(job.step(step))
+        ends.append(_moment(device))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        times_ms = [a.elapsed_time(b) for a, b in pairwise(ends)]
+    else:
+        times_ms = [1e3 * (b - a) for a, b in pairwise(ends)]
+    told: dict[str, Any] = {"losses": [float(loss) for loss in losses], "times_ms": [0.0, *times_ms], "runs": runs}
+    told["whole_s"] = time.perf_counter() - begun
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(told))
+    job.net = None
+    dist.destroy_process_group()
+
+
+def _moment(device: torch.device) -> Any:
+    """An end of an iteration, by the device's clock."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    cuda: Any = torch.cuda
+    event = cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+MODELS = ("resnet-ddp", "gpt-ddp", "gpt-fsdp2", "dlrm", "gpt-compiled", "gpt-loop")
+
+if __name__ == "__main__":
+    main()
