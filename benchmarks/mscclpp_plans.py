@@ -21,13 +21,13 @@ from common import Row, common_options, finish
 
 from stretto import Cluster
 from stretto.algorithms import algorithm
-from stretto.programs.formats.mscclpp_wide import PlanForm
-from stretto.programs.wide import WideProgram, widen
+from stretto.programs.formats.mscclpp_wide import PlanForm, widen_in
+from stretto.programs.wide import WideProgram
 from stretto.simulator import Runtime
 from stretto.simulator.priced_wide import wide_time_us
 
 DATA = Path(__file__).parent / "mscclpp_h200.csv"
-FITTED_SIZES = (1 << 10, 1 << 18, 1 << 22, 1 << 26)
+FITTED_SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 26)
 Key = tuple[str, int, int]
 
 
@@ -36,14 +36,14 @@ class Prices:
 
     def __init__(self) -> None:
         self.runtime = Runtime.load("mscclpp:h200")
-        self._steps: dict[tuple[str, int, str, int], WideProgram] = {}
+        self._steps: dict[tuple[str, int, str, int, int], WideProgram] = {}
 
     def time_us(self, kind: str, ranks: int, nbytes: int, form: PlanForm) -> float:
         """The predicted time of one form."""
-        key = kind, ranks, form.protocol, form.streams
+        key = kind, ranks, form.protocol, form.streams, form.apart
         if key not in self._steps:
             program = algorithm("direct", kind, ranks, in_place=kind != "all_to_all")
-            self._steps[key] = widen(program, packets=form.protocol == "LL", streams=form.streams)
+            self._steps[key] = widen_in(program, form)
         cluster = Cluster.preset("shared_gpu", nodes=ranks)
         # One GPU runs up to 128 threadblocks of a rank when two share it, more than the preset allows for one of many.
         runtime = self.runtime if form.slices * form.streams <= self.runtime.max_blocks else _unlimited(self.runtime)
@@ -54,11 +54,9 @@ def _unlimited(runtime: Runtime) -> Runtime:
     return replace(runtime, max_blocks=0)
 
 
-def fitted(kind: str, ranks: int, nbytes: int, form: PlanForm) -> bool:
-    """Whether a time was among those that the prices were fitted to."""
-    later = form.protocol == "LL" and form.streams == ranks and form.slices == 8
-    case = kind != "reduce_scatter" and ranks != 4 and nbytes in FITTED_SIZES
-    return case and form.threads == 1024 and form.slices != 4 and not later
+def fitted(ranks: int, nbytes: int) -> bool:
+    """Whether a time is among those that the prices are fitted to: 2 and 8 ranks, every other size."""
+    return ranks != 4 and nbytes in FITTED_SIZES
 
 
 def main() -> None:
@@ -78,7 +76,7 @@ def main() -> None:
             form = PlanForm.parse(row["form"].replace(" ", ","))
             said = prices.time_us(*key, form)
             ours[key][form] = said, took
-            off[fitted(*key, form)].append(abs(said / took - 1))
+            off[fitted(*key[1:])].append(abs(said / took - 1))
     rows: list[Row] = []
     ratios = []
     for key in sorted(ours, key=lambda key: key):

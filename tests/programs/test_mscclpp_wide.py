@@ -30,7 +30,10 @@ CASES = [
     ("all_to_all", "bruck"),
     ("broadcast", "binary_tree"),
 ]
-FORMS = ["", "slices=2", "streams=3", "protocol=LL", "protocol=LL,streams=2,slices=2", "loop_bytes=64", "multicast=1"]
+FORMS = [
+    "", "slices=2", "streams=3", "protocol=LL", "protocol=LL,streams=2,slices=2", "protocol=LL,streams=5,apart=1",
+    "loop_bytes=64", "multicast=1",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -64,6 +67,16 @@ def test_packets_need_no_signals() -> None:
     assert names == {"ppkt", "respkt", "upkt"}
     assert plan["use_double_scratch_buffer"] is True
     assert not any(gpu["channels"] for gpu in plan["gpus"])
+
+
+def test_packets_of_every_peer_have_streams_of_their_own() -> None:
+    form = PlanForm(protocol="LL", streams=14, apart=1)
+    plan = json.loads(dumps(algorithm("direct", "all_gather", 8, in_place=True), form=form))
+    for gpu in plan["gpus"]:
+        blocks = [[(op["name"], len(op["dst_buff"])) for op in tb["ops"]] for tb in gpu["threadblocks"]]
+        assert sorted(blocks) == [[("ppkt", 1)]] * 7 + [[("upkt", 1)]] * 7
+    with pytest.raises(InvalidInput, match="apart: only packets"):
+        PlanForm(apart=1)
 
 
 def test_pieces_that_travel_alike_become_a_loop() -> None:

@@ -9,7 +9,6 @@ steps that touch the same place (and one of them writes) have to keep that order
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,38 +19,13 @@ from .ir import Program
 from .lower_memory import BUFFER, BufferLayout
 from .lowered import BUFFERS
 from .wide_order import Atom, atoms_of
+from .wide_streams import PACKET, Cell, WideStep, divide, shared_pieces, split_packets
 
-PACKET = "p"
-"""The buffer of slots whose data carries flags: whoever reads one waits until it has arrived."""
+__all__ = ["PACKET", "Cell", "WideProgram", "WideStep", "widen"]
+
 SCRATCH = "s"
 LAST = 1 << 30
 """The level of copies to places that hold, until everything has been sent, what another rank wants."""
-
-Cell = tuple[int, str, int]
-"""A place: rank, buffer (i, o, s or p) and the first chunk."""
-
-
-@dataclass(slots=True)
-class WideStep:
-    """Rank `rank` reads `count` chunks at each source, adds them up, and writes the sum to every target."""
-
-    rank: int
-    piece: int
-    """Steps of different pieces touch different data, but where input and output share memory."""
-    count: int
-    sources: list[Cell]
-    targets: list[Cell]
-    level: int = 0
-    staged: bool = False
-    """Whether it takes messages out of slots of its own rank, rather than out of its peers' memory."""
-
-    def touches(self, cells: Iterable[Cell]) -> bool:
-        """Whether it reads or writes any of some places."""
-        return any(cell in self.sources or cell in self.targets for cell in cells)
-
-    def writes(self, cells: Iterable[Cell]) -> bool:
-        """Whether it writes any of some places."""
-        return any(cell in self.targets for cell in cells)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +97,7 @@ class _Memory:
         return self.in_place and any(cell == mine and other != chunk for other, cell in self.inputs[rank].items())
 
 
-def widen(program: Program, *, packets: bool = False, streams: int = 1) -> WideProgram:
+def widen(program: Program, *, packets: bool = False, streams: int = 1, apart: bool = False) -> WideProgram:
     """Make wide steps of a program, which is verified first.
 
     Chunks that lie side by side and travel alike become one piece. A sum reads its sources where they are, unless two
@@ -133,16 +107,21 @@ def widen(program: Program, *, packets: bool = False, streams: int = 1) -> WideP
         program: The program.
         packets: Let every message go through a slot of the receiver, in packets that carry flags.
         streams: Into how many streams without anything in common the pieces are divided, at most.
+        apart: With packets, divide also what a rank sends from what it takes, and one peer's from another's: packets
+            keep their order by themselves, so only steps that touch the same plain memory stay together.
 
     Returns:
         The steps.
 
     Raises:
-        InvalidInput: The program has helpers, chunks of different size, or no stream is asked for.
+        InvalidInput: The program has helpers, chunks of different size, or no stream is asked for; or `apart` is asked
+            for without packets.
     """
     c = program.collective
     if streams < 1:
         raise InvalidInput(f"streams: must be >= 1, not {streams}")
+    if apart and not packets:
+        raise InvalidInput("apart: only packets keep their order by themselves; choose protocol LL")
     if c.helpers or np.ptp(c.chunk_share) > 1e-12:
         raise InvalidInput("program: wide steps need equal chunks, and no helpers")
     program.verify()
@@ -154,11 +133,15 @@ def widen(program: Program, *, packets: bool = False, streams: int = 1) -> WideP
         made = _Maker(number, chunk, count, memory, packets, c.num_ranks).steps(atoms[chunk])
         steps += _merged(made)
     # Of one level, what is sent comes before what waits for it.
-    order = sorted(range(len(steps)), key=lambda k: (steps[k].level, steps[k].staged, k))
+    steps.sort(key=lambda step: (step.level, step.staged))
+    if apart:
+        steps, group = split_packets(steps)
+    else:
+        group = shared_pieces(pieces, memory.inputs, memory.outputs) if memory.in_place else list(range(len(pieces)))
     return WideProgram(
         program=program,
-        steps=tuple(steps[k] for k in order),
-        stream=_streams(steps, pieces, memory, streams),
+        steps=tuple(steps),
+        stream=divide(steps, group, streams),
         scratch=tuple(memory.scratch),
         slots=tuple(memory.slots),
     )
@@ -321,48 +304,3 @@ def _absorb(kept: list[WideStep], i: int, step: WideStep) -> bool:
         kept.append(step)
         return True
     return False
-
-
-def _streams(
-    steps: Sequence[WideStep], pieces: Sequence[tuple[int, int]], memory: _Memory, streams: int
-) -> tuple[int, ...]:
-    """Divide the pieces among streams so that every rank's work is spread; pieces that share memory stay together."""
-    group = _groups(pieces, memory)
-    work: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for s in steps:
-        work[group[s.piece]][s.rank] += s.count * (len(s.sources) + len(s.targets))
-    load: list[dict[int, float]] = [defaultdict(float) for _ in range(streams)]
-    chosen: dict[int, int] = {}
-    for number in sorted(set(group)):
-        mine = work[number]
-        heavy = max(mine, key=lambda r: mine[r], default=0)
-        first = min(mine, default=0) + heavy
-        order = [(first + k + number) % streams for k in range(streams)]
-        best = min(order, key=lambda s: max((load[s][r] + w for r, w in mine.items()), default=0.0))
-        chosen[number] = best
-        for r, w in mine.items():
-            load[best][r] += w
-    used = {s: k for k, s in enumerate(sorted(set(chosen.values())))}
-    return tuple(used[chosen[g]] for g in group)
-
-
-def _groups(pieces: Sequence[tuple[int, int]], memory: _Memory) -> list[int]:
-    """The first piece of those that each piece shares memory with (itself, where there are none)."""
-    group = list(range(len(pieces)))
-    if not memory.in_place:
-        return group
-    piece = {chunk + k: number for number, (chunk, count) in enumerate(pieces) for k in range(count)}
-
-    def root(number: int) -> int:
-        while group[number] != number:
-            number = group[number]
-        return number
-
-    for inputs, outputs in zip(memory.inputs, memory.outputs, strict=True):
-        owner = {cell: chunk for chunk, cell in inputs.items()}
-        for chunk, cell in outputs.items():
-            other = owner.get(cell)
-            if other is not None:
-                a, b = sorted((root(piece[chunk]), root(piece[other])))
-                group[b] = a
-    return [root(number) for number in range(len(pieces))]

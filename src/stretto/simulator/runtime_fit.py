@@ -18,7 +18,7 @@ from ..programs.wide import WideProgram
 from ..units import LARGEST
 from .priced import run_priced
 from .priced_wide import wide_time_us
-from .runtimes import WORK, Runtime
+from .runtimes import WIDE_PRICES, WORK, Runtime
 
 STEPS = (1.0, 0.5, 0.25, 0.1, 0.05, 0.02)
 """By how much the logarithm of a price is moved, from coarse to fine."""
@@ -77,9 +77,9 @@ def fit_runtime(
         rows: The measurements to fit.
         start: Where to start; its other fields stay as they are. A free price that is 0 starts at 1.
         free: The prices to move: ``launch_us``, ``handover_us``, ``instruction_us`` (all kinds in proportion),
-            ``signal_us`` (protocol Simple; ``signal_us:LL`` of packets), those of wide steps (``step_us``, ``meet_us``,
-            ``peer_us``, ``place_us``, ``block_us``, ``memory_gb_per_s``), or the block's ``copy``, ``reduce``, ``put``,
-            ``receive``, ``read``, ``write``.
+            ``signal_us`` (protocol Simple), those of packets (``signal_us:LL``, ``step_us:LL``, ``poll_us:LL``,
+            ``send_us:LL``), those of wide steps (`WIDE_PRICES`), or the block's ``copy``, ``reduce``, ``put``,
+            ``receive``, ``read``, ``add``, ``write``.
         judge: Measurements that the fit does not see.
         report: Called with a line of text after every round.
 
@@ -125,8 +125,9 @@ def _loss(rows: Sequence[RuntimeRow], runtime: Runtime) -> float:
     return float(np.mean([abs(log(max(_ratio(row, runtime), 1e-12))) for row in rows]))
 
 
-PLAIN = ("launch_us", "handover_us", "step_us", "meet_us", "peer_us", "place_us", "block_us", "memory_gb_per_s")
-CHOICES = (*PLAIN, "instruction_us", "signal_us", "signal_us:LL", *WORK)
+PLAIN = ("launch_us", "handover_us", *WIDE_PRICES)
+OF_PROTOCOL = ("signal_us", "step_us", "poll_us", "send_us")
+CHOICES = (*PLAIN, "instruction_us", "signal_us", *(f"{name}:LL" for name in OF_PROTOCOL), *WORK)
 
 
 def _get(runtime: Runtime, name: str) -> float:
@@ -136,13 +137,10 @@ def _get(runtime: Runtime, name: str) -> float:
         return float(getattr(runtime, name))
     if name == "instruction_us":
         return max(runtime.instruction_us.values(), default=0.0)
-    if name.startswith("signal_us"):
-        return runtime.protocol(_protocol(name)).signal_us
+    price, _, protocol = name.partition(":")
+    if price in OF_PROTOCOL:
+        return float(getattr(runtime.protocol(protocol or "Simple"), price))
     return runtime.block_gb_per_s.get(name, 0.0)
-
-
-def _protocol(name: str) -> str:
-    return name.partition(":")[2] or "Simple"
 
 
 def _with(runtime: Runtime, prices: dict[str, float]) -> Runtime:
@@ -154,10 +152,11 @@ def _with(runtime: Runtime, prices: dict[str, float]) -> Runtime:
             now = dict(runtime.instruction_us) or dict.fromkeys(OPS[1:], 1.0)
             most = max(now.values())
             runtime = replace(runtime, instruction_us={kind: price / most * value for kind, price in now.items()})
-        elif name.startswith("signal_us"):
-            which = _protocol(name)
-            changed = replace(runtime.protocol(which), signal_us=value)
-            runtime = replace(runtime, protocols={**runtime.protocols, which: changed})
+        elif name.partition(":")[0] in OF_PROTOCOL:
+            price, _, protocol = name.partition(":")
+            of_protocol: dict[str, Any] = {price: value}
+            changed = replace(runtime.protocol(protocol or "Simple"), **of_protocol)
+            runtime = replace(runtime, protocols={**runtime.protocols, protocol or "Simple": changed})
         else:
             runtime = replace(runtime, block_gb_per_s={**runtime.block_gb_per_s, name: value})
     return runtime

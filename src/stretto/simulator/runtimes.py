@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
@@ -21,9 +21,15 @@ from ..units import is_number
 
 VERSION = 1
 MAX_FILE_BYTES = 1 << 20
-WORK = ("copy", "reduce", "put", "receive", "read", "write")
+WORK = ("copy", "reduce", "put", "receive", "read", "add", "write")
 """What one block does with bytes: copy inside a rank, add to what is there, write to a peer, take out of a slot; and
-each place that a wide step reads or writes."""
+each place that a wide step reads (``add``: packets that it adds up) or writes."""
+
+WIDE_PRICES = (
+    "step_us", "meet_us", "peer_us", "place_us", "block_us", "thread_us", "rank_us", "memory_gb_per_s",
+    "cache_gb_per_s", "cache_mb",
+)  # fmt: skip
+"""The fields of a runtime that are about steps that read and write several ranks' memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +37,20 @@ class Protocol:
     """How messages of one protocol travel.
 
     `bytes_factor` is what a byte of data takes on the wire (2 where every word carries a flag), `signal_us` the time
-    from the last byte's arrival until the receiver goes on.
+    from the last byte's arrival until the receiver goes on. Where packets carry flags, a wide step costs `step_us`,
+    `poll_us` for each place whose packets it reads, and `send_us` for each to which it sends some.
     """
 
     bytes_factor: float = 1.0
     signal_us: float = 0.0
+    step_us: float = 0.0
+    poll_us: float = 0.0
+    send_us: float = 0.0
 
     def __post_init__(self) -> None:
         _number("bytes_factor", self.bytes_factor, least=1.0)
-        _number("signal_us", self.signal_us)
+        for key in ("signal_us", "step_us", "poll_us", "send_us"):
+            _number(key, getattr(self, key))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +72,21 @@ class Runtime:
     meet_us: float = 0.0
     """From a wide step's end until a step of another rank that waits for its signal goes on (protocol Simple)."""
     peer_us: float = 0.0
-    """What a wide step costs in addition for each signal that it waits for."""
+    """What a wide step costs in addition for one signal that it waits for; twice that for 3, three times for 7."""
     place_us: float = 0.0
-    """What a wide step costs for each place that it reads or writes, whatever its size."""
+    """What a wide step costs for each plain place that it reads or writes, whatever its size."""
     block_us: float = 0.0
-    """What every threadblock of a rank adds to the launch of a plan of wide steps."""
+    """What every threadblock on a GPU adds to the launch of a plan of wide steps."""
+    thread_us: float = 0.0
+    """What threadblocks of 1024 threads add to that launch; half of it for 512."""
+    rank_us: float = 0.0
+    """What two ranks that share a GPU add to that launch; twice that for four, three times for eight."""
     memory_gb_per_s: float = 0.0
     """What a GPU's memory reads and writes for all threadblocks together; 0: no limit."""
+    cache_gb_per_s: float = 0.0
+    """The same for what lies in its cache; 0: no cache."""
+    cache_mb: float = 0.0
+    """What its cache holds."""
     handover_us: float = 0.0
     """What an instruction costs in addition where it waits for another threadblock of its rank."""
     block_gb_per_s: Mapping[str, float] = field(default_factory=dict)
@@ -87,16 +106,7 @@ class Runtime:
     """Where the figures are from."""
 
     def __post_init__(self) -> None:
-        for key in (
-            "launch_us",
-            "handover_us",
-            "step_us",
-            "meet_us",
-            "peer_us",
-            "place_us",
-            "block_us",
-            "memory_gb_per_s",
-        ):
+        for key in ("launch_us", "handover_us", *WIDE_PRICES):
             _number(key, getattr(self, key))
         for key in ("window", "slice_bytes", "max_blocks"):
             value = getattr(self, key)
@@ -186,9 +196,7 @@ class Runtime:
         form = _File(
             stretto="runtime",
             version=VERSION,
-            protocols={
-                k: _Protocol(bytes_factor=p.bytes_factor, signal_us=p.signal_us) for k, p in self.protocols.items()
-            },
+            protocols={k: _Protocol(**asdict(p)) for k, p in self.protocols.items()},
             instruction_us=dict(self.instruction_us),
             block_gb_per_s=dict(self.block_gb_per_s),
             notes=list(self.notes),
@@ -198,8 +206,8 @@ class Runtime:
 
 
 _PLAIN: tuple[str, ...] = (
-    "name", "launch_us", "step_us", "meet_us", "peer_us", "place_us", "block_us", "memory_gb_per_s", "handover_us",
-    "holds_block", "window", "slice_bytes", "max_blocks", "contention",
+    "name", "launch_us", *WIDE_PRICES, "handover_us", "holds_block", "window", "slice_bytes", "max_blocks",
+    "contention",
 )  # fmt: skip
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 
@@ -207,6 +215,9 @@ Name = Annotated[str, Meta(min_length=1, max_length=200)]
 class _Protocol(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     bytes_factor: float = 1.0
     signal_us: float = 0.0
+    step_us: float = 0.0
+    poll_us: float = 0.0
+    send_us: float = 0.0
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -220,7 +231,11 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     peer_us: float = 0.0
     place_us: float = 0.0
     block_us: float = 0.0
+    thread_us: float = 0.0
+    rank_us: float = 0.0
     memory_gb_per_s: float = 0.0
+    cache_gb_per_s: float = 0.0
+    cache_mb: float = 0.0
     handover_us: float = 0.0
     block_gb_per_s: dict[Name, float] = {}
     holds_block: bool = False
@@ -249,19 +264,34 @@ PRESETS: Mapping[str, Runtime] = MappingProxyType(
         "mscclpp:h200": Runtime(
             name="mscclpp:h200",
             launch_us=1.23,
-            step_us=0.9203,
-            meet_us=0.7836,
-            peer_us=0.2233,
-            place_us=0.2352,
-            block_us=0.01731,
-            memory_gb_per_s=3688.0,
+            step_us=0.7829,
+            meet_us=0.5593,
+            peer_us=0.6796,
+            place_us=0.06505,
+            block_us=0.004343,
+            thread_us=0.1944,
+            rank_us=0.4984,
+            memory_gb_per_s=3122.0,
+            cache_gb_per_s=6698.0,
+            cache_mb=50.0,
             instruction_us=dict.fromkeys(OPS[1:], 2.77),
-            block_gb_per_s={"put": 42.0, "reduce": 25.8, "copy": 22.2, "receive": 28.2, "read": 132.3, "write": 58.22},
+            block_gb_per_s={
+                "put": 42.0,
+                "reduce": 25.8,
+                "copy": 22.2,
+                "receive": 28.2,
+                "read": 139.1,
+                "add": 62.3,
+                "write": 59.33,
+            },
             holds_block=True,
             window=2,
             max_blocks=80,
             contention="fair",
-            protocols={"Simple": Protocol(signal_us=1.08), "LL": Protocol(bytes_factor=2.0, signal_us=0.6682)},
+            protocols={
+                "Simple": Protocol(signal_us=1.08),
+                "LL": Protocol(bytes_factor=2.0, signal_us=0.1922, step_us=0.2263, poll_us=0.2324, send_us=0.1318),
+            },
             notes=(
                 "the executor of MSCCL++ 0.10 on an H200 under MPS, blocks of 1024 threads, protocol Simple",
                 "fitted to 20 times of four plans on 8 ranks, an outside run of November 2026 (benchmarks/runtimes.py)",

@@ -18,7 +18,7 @@ from ..programs.formats import mscclpp_wide
 from ..programs.formats.msccl_rules import MAX_STEPS
 from ..programs.formats.mscclpp_json import MAX_THREADBLOCKS
 from ..programs.formats.mscclpp_wide import PlanForm
-from ..programs.wide import WideProgram, widen
+from ..programs.wide import WideProgram
 from ..simulator import Runtime, simulate
 from ..simulator.priced_wide import wide_time_us
 from .certificate import Candidate, Lowering, ProvedProgram
@@ -41,6 +41,8 @@ MAX_WIDE = 4096
 """The most chunk moves of a program that is tried as wide steps."""
 MAX_PACKETS = 8e6
 """The most bytes of a collective for which packets, which take twice the room, are tried."""
+LL_THREADS = (1024, 512)
+"""The threads of threadblocks that read packets, of those that are tried."""
 LOOP_TURNS = (8, 32)
 """How often the loop of a plan goes round, of those that are tried."""
 LEAST_LOOP = 1 << 14
@@ -167,11 +169,11 @@ class _Search:
         program = made.program
         assert isinstance(program, Program)
         problem = self.problem
-        made_of: dict[tuple[str, int], WideProgram] = {}
-        before: dict[tuple[str, int], float] = {}
-        enough: set[tuple[str, int]] = set()
+        made_of: dict[PlanForm, WideProgram] = {}
+        before: dict[PlanForm, float] = {}
+        enough: set[PlanForm] = set()
         for form in forms if forms is not None else forms_for(program, problem.nbytes, prices):
-            key = form.protocol, form.streams
+            key = replace(form, slices=1, loop_bytes=0)
             if self.over():
                 break
             if key in enough and not form.loop_bytes:
@@ -179,9 +181,10 @@ class _Search:
             name = f"{program.name} {form}"
             self.report(f"wide steps of {name}")
             try:
-                if key not in made_of:
-                    made_of[key] = widen(program, packets=form.protocol == "LL", streams=form.streams)
-                took = wide_time_us(made_of[key], problem.cluster, nbytes=problem.nbytes, form=form, runtime=prices)
+                divided = replace(key, threads=1024)
+                if divided not in made_of:
+                    made_of[divided] = mscclpp_wide.widen_in(program, form)
+                took = wide_time_us(made_of[divided], problem.cluster, nbytes=problem.nbytes, form=form, runtime=prices)
                 if not form.loop_bytes:
                     enough |= {key} if took > WORTHWHILE * before.get(key, inf) else set()
                     before[key] = took
@@ -232,7 +235,7 @@ def loop_forms(program: Program, nbytes: float, most: int) -> list[PlanForm]:
 
 
 def forms_for(program: Program, nbytes: float, prices: Runtime) -> list[PlanForm]:
-    """The forms of a plan that are tried: protocols, streams, slices and loops, from few threadblocks to many.
+    """The forms of a plan that are tried: protocols, streams, slices, threads and loops, from few threadblocks to many.
 
     Args:
         program: The program.
@@ -243,21 +246,28 @@ def forms_for(program: Program, nbytes: float, prices: Runtime) -> list[PlanForm
         The forms.
     """
     most = prices.max_blocks or MAX_THREADBLOCKS
-    ranks = program.collective.num_ranks
-    protocols = [p for p in mscclpp_wide.PROTOCOLS if p in prices.protocols and (p != "LL" or nbytes <= MAX_PACKETS)]
+    ranks, chunks = program.collective.num_ranks, program.collective.num_chunks
+    share = float(program.collective.chunk_share[0]) * nbytes
+    loops = [loop for loop in (int(share / turns) // 16 * 16 for turns in LOOP_TURNS) if loop >= LEAST_LOOP]
+    bases = [
+        PlanForm(streams=streams)
+        for streams in sorted({1, min(ranks, most), min(4 * ranks, most), most})
+        if streams <= chunks or chunks == 1
+    ]
+    if "LL" in prices.protocols and nbytes <= MAX_PACKETS:
+        whole = [replace(base, protocol="LL") for base in bases]
+        # A rank sends to, and takes from, each of its peers.
+        sides = sorted({min(ranks - 1, most), min(2 * (ranks - 1), most)})
+        whole += [PlanForm(protocol="LL", streams=streams, apart=1) for streams in sides]
+        bases += [replace(base, threads=threads) for base in whole for threads in LL_THREADS]
     found = []
-    for protocol in protocols:
-        for streams in sorted({1, min(ranks, most), min(4 * ranks, most), most}):
-            if streams > program.collective.num_chunks > 1:
-                continue
-            slices = 1
-            while slices * streams <= most:
-                found.append(PlanForm(protocol=protocol, streams=streams, slices=slices))
-                if protocol == "Simple" and slices == 1:
-                    share = float(program.collective.chunk_share[0]) * nbytes
-                    loops = [int(share / turns) // 16 * 16 for turns in LOOP_TURNS]
-                    found += [replace(found[-1], loop_bytes=loop) for loop in loops if loop >= LEAST_LOOP]
-                slices *= 2
+    for base in bases:
+        slices = 1
+        while slices * base.streams <= most:
+            found.append(replace(base, slices=slices))
+            if base.protocol == "Simple" and slices == 1:
+                found += [replace(base, loop_bytes=loop) for loop in loops]
+            slices *= 2
     return found
 
 

@@ -20,7 +20,7 @@ from ..ir import Program
 from ..wide import PACKET, WideProgram, widen
 from .mscclpp_json import MAX_LABEL, MAX_OPS, MAX_THREADBLOCKS, NO_LIMIT, check_collective
 from .mscclpp_wide_ops import EVERYBODY, BlockWriter, WideOp
-from .mscclpp_wide_sync import StreamSync
+from .mscclpp_wide_sync import StreamSync, unheard_packets
 
 PROTOCOLS = ("Simple", "LL")
 ALIGNMENT = 16
@@ -47,6 +47,8 @@ class PlanForm:
     """Let every threadblock loop over so many bytes of its slice at a time; 0: all at once."""
     multicast: int = 0
     """1 lets switches add up and copy what all ranks have in the same place (NVLink SHARP)."""
+    apart: int = 0
+    """1 lets packets that are sent, taken, and of different peers be streams of their own."""
 
     def __post_init__(self) -> None:
         if self.protocol not in PROTOCOLS:
@@ -58,8 +60,11 @@ class PlanForm:
             raise InvalidInput(f"threads: must be {LEAST_THREADS}..{MOST_THREADS} in steps of 32, not {self.threads}")
         if not 0 <= self.loop_bytes < 1 << 32 or self.loop_bytes % ALIGNMENT:
             raise InvalidInput(f"loop_bytes: must be a multiple of {ALIGNMENT} below 2^32, not {self.loop_bytes}")
-        if self.multicast not in (0, 1):
-            raise InvalidInput(f"multicast: must be 0 or 1, not {self.multicast}")
+        for key in ("multicast", "apart"):
+            if getattr(self, key) not in (0, 1):
+                raise InvalidInput(f"{key}: must be 0 or 1, not {getattr(self, key)}")
+        if self.apart and self.protocol != "LL":
+            raise InvalidInput("apart: only packets keep their order by themselves; choose protocol LL")
         if self.loop_bytes and self.protocol == "LL":
             raise InvalidInput("loop_bytes: packets cannot be sent in a loop; choose protocol Simple")
 
@@ -80,6 +85,11 @@ class PlanForm:
         default = PlanForm()
         parts = [k for k in self.__dataclass_fields__ if k != "protocol" and getattr(self, k) != getattr(default, k)]
         return ",".join([f"protocol={self.protocol}", *(f"{key}={getattr(self, key)}" for key in parts)])
+
+
+def widen_in(program: Program, form: PlanForm) -> WideProgram:
+    """The wide steps of a program as a form divides them."""
+    return widen(program, packets=form.protocol == "LL", streams=form.streams, apart=bool(form.apart))
 
 
 def dumps(
@@ -115,7 +125,7 @@ def dumps(
         raise InvalidInput(f"min_bytes: must be 0..max_bytes, not {min_bytes}")
     name = check_collective(program.collective)
     form = form or PlanForm()
-    wide = widen(program, packets=form.protocol == "LL", streams=form.streams)
+    wide = widen_in(program, form)
     plan: dict[str, Any] = {
         "collective": name,
         "protocol": form.protocol,
@@ -156,14 +166,10 @@ class _PlanWriter:
         self.blocks: list[list[list[list[WideOp]]]] = [[] for _ in range(self.ranks)]
         self.semaphores = [0] * self.ranks
         self.talks: set[tuple[int, int, int]] = set()
-        filled: set[tuple[int, int]] = set()
-        heard: set[tuple[int, int]] = set()
         for stream in range(wide.streams):
-            sync = self._write_stream(stream)
-            filled |= sync.filled
-            heard |= sync.heard
+            self._write_stream(stream)
         # Half of the scratch is used again two launches later: by then the writer has heard from the reader's next.
-        for writer, reader in sorted(filled - heard):
+        for writer, reader in unheard_packets(wide):
             raise InvalidInput(
                 f"protocol: rank {writer} sends to rank {reader} and hears nothing from it, so packets of a later "
                 "launch could overwrite unread ones; choose Simple"
@@ -174,7 +180,7 @@ class _PlanWriter:
                 what = f"{count} threadblocks are more than max_threadblocks {max_threadblocks}"
                 raise InvalidInput(f"rank {r}: {what} ({wide.streams} streams of {slices} slices)")
 
-    def _write_stream(self, stream: int) -> StreamSync:
+    def _write_stream(self, stream: int) -> None:
         steps = [s for s in self.wide.steps if self.wide.stream[s.piece] == stream]
         sync = StreamSync(steps, self.ranks, packets=any(self.wide.slots))
         for r in range(self.ranks):
@@ -202,7 +208,6 @@ class _PlanWriter:
                 ops = [*ops[:body], WideOp(name="pipeline", inner=tuple(ops[body:after])), *ops[after:]]
             self.talks |= {(min(r, q), max(r, q), stream) for op in ops for q in op.all_peers()}
             self.blocks[r].append(self._cut(r, ops))
-        return sync
 
     def _cut(self, rank: int, ops: list[WideOp]) -> list[list[WideOp]]:
         """Cut operations into pieces short enough for a threadblock; a semaphore hands over to the next piece."""

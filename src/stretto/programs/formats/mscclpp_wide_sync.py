@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from ..wide import PACKET, Cell, WideStep
+from ..wide import PACKET, Cell, WideProgram, WideStep
 
 Place = tuple[int, str, int]
 
@@ -23,7 +23,7 @@ class StreamSync:
     only when all steps of others on its memory are done, so that its user, and its next launch, may overwrite it.
     """
 
-    def __init__(self, steps: Sequence[WideStep], ranks: int, *, packets: bool) -> None:
+    def __init__(self, steps: Sequence[WideStep], ranks: int, *, packets: bool = False) -> None:
         self.ranks = ranks
         self._mine: list[list[WideStep]] = [[] for _ in range(ranks)]
         self._waits: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
@@ -36,15 +36,12 @@ class StreamSync:
         for step in steps:
             for cell in (*step.sources, *step.targets):
                 uses[cell] += 1
-        self.filled: set[tuple[int, int]] = set()
-        """The pairs (writer, reader) of ranks between which packets travel."""
-        self.heard: set[tuple[int, int]] = set()
-        """The pairs (rank, peer) where the rank's end tells that the peer has launched."""
         self.touched_once = frozenset(cell for cell, count in uses.items() if count == 1)
-        if packets:
-            self._follow_packets(steps)
-        else:
+        if not packets:
             self._follow_places(steps)
+            return
+        for step in steps:  # Whoever reads packets waits for them, and nobody for anything else.
+            self._mine[step.rank].append(step)
 
     def _follow_places(self, steps: Sequence[WideStep]) -> None:
         wrote: dict[Place, tuple[int, int]] = {}
@@ -91,25 +88,6 @@ class StreamSync:
         self._known[rank][rank] = at
         self._after[rank].append(self._known[rank].copy())
 
-    def _follow_packets(self, steps: Sequence[WideStep]) -> None:
-        sent: dict[Cell, tuple[int, int]] = {}
-        filled: set[tuple[int, int]] = set()
-        for step in steps:
-            r = step.rank
-            self._mine[r].append(step)
-            at = len(self._mine[r])
-            for cell in step.sources:
-                q, number = sent.get(cell, (r, 0))
-                for p, known in enumerate(self._after[q][number]) if q != r else ():
-                    self._known[r][p] = max(self._known[r][p], known)
-            self._know(r, at)
-            for cell in step.targets:
-                if cell[1] == PACKET:
-                    sent[cell] = (r, at)
-                    filled.add((r, cell[0]))
-        self.filled = filled
-        self.heard = {(r, q) for r, known in enumerate(self._known) for q, number in enumerate(known) if number >= 0}
-
     def signals(self, rank: int, number: int) -> list[int]:
         """The ranks that wait for a step of a rank (0: for its launch)."""
         return _rotated(rank, self._signals[rank, number], self.ranks)
@@ -134,3 +112,25 @@ class StreamSync:
 
 def _rotated(rank: int, others: Sequence[int], ranks: int) -> list[int]:
     return sorted(others, key=lambda q: (q - rank) % ranks)
+
+
+def unheard_packets(wide: WideProgram) -> list[tuple[int, int]]:
+    """The pairs (writer, reader) of ranks where the writer can end before it knows that the reader has launched.
+
+    A launch ends with its last threadblock, so that a rank knows at its end what any of its streams has heard.
+    """
+    ranks = wide.program.collective.num_ranks
+    known: dict[tuple[int, int], set[int]] = defaultdict(set)
+    sent: dict[Cell, frozenset[int]] = {}
+    filled: set[tuple[int, int]] = set()
+    for step in wide.steps:
+        mine = known[step.rank, wide.stream[step.piece]]
+        for cell in step.sources:
+            mine |= sent.get(cell, frozenset())
+        for cell in step.targets:
+            if cell[1] == PACKET:
+                sent[cell] = frozenset({*mine, step.rank})
+                filled.add((step.rank, cell[0]))
+    heard = {(rank, peer) for (rank, _), those in known.items() for peer in those}
+    heard |= {(rank, rank) for rank in range(ranks)}
+    return sorted(filled - heard)

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PriceGraph`: steps that read and write the memory of several ranks, with what a runtime asks for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import log2
+
+import numpy as np
+
+from ..cluster import Cluster
+from ..collectives import Collective
+from .network import routes_between, simulate_transfers
+from .runtimes import Runtime
+
+SOFT = 4.0
+"""Close to what memory can do, blocks already hinder each other: the power of a soft maximum."""
+MOST_THREADS = 1024
+WRITES_BY_THREADS = 0.25
+"""Writes do not wait for an answer, so that few threads write nearly as fast as many: the power of that."""
+MOST_TURNS = 32
+"""The most turns of a loop that are simulated; more of them are taken to be as many, each longer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PricedStep:
+    """What one rank does at once: read several places, add them up, write several places."""
+
+    rank: int
+    plain_reads: int = 0
+    packet_reads: int = 0
+    plain_writes: int = 0
+    packet_writes: int = 0
+    nbytes: float
+    """The bytes of each place."""
+    inward: tuple[tuple[int, float], ...] = ()
+    """The bytes that come from the memory of each peer."""
+    outward: tuple[tuple[int, float], ...] = ()
+    waits: int = 0
+    """The signals that it waits for."""
+
+    @property
+    def adds(self) -> bool:
+        """Whether it adds up."""
+        return self.plain_reads + self.packet_reads > 1
+
+
+@dataclass(frozen=True)
+class StepEvents:
+    """The events of a step: where its work begins, those that end it, and what brings its data to each peer."""
+
+    begun: int
+    done: tuple[int, ...]
+    sent: dict[int, int]
+
+
+@dataclass
+class PriceGraph:
+    """Events that wait for each other: those without links (launch, step, signal), and messages."""
+
+    collective: Collective
+    cluster: Cluster
+    nbytes: float
+    prices: Runtime
+    protocol: str
+    blocks: int
+    """The threadblocks of a rank."""
+    slices: int
+    """The threadblocks that share each step."""
+    threads: int = MOST_THREADS
+    delay_us: list[float] = field(default_factory=list)
+    after: list[Sequence[int]] = field(default_factory=list)
+    message: list[tuple[int, int, int, float]] = field(default_factory=list)
+    """The event, the ranks and the bytes of each message."""
+    sharing: int = 1
+    """How many ranks share one GPU, whose memory then is all of their links."""
+    launch: list[int] = field(default_factory=list)
+    """The event at which each rank begins."""
+
+    def __post_init__(self) -> None:
+        p, ranks = self.prices, self.collective.num_ranks
+        if p.memory_gb_per_s and set(self.cluster.channels) == {"hbm"}:
+            self.sharing = ranks
+        begun_us = p.launch_us + self.blocks * self.sharing * p.block_us + p.thread_us * self.threads / MOST_THREADS
+        begun_us += p.rank_us * log2(self.sharing)
+        self.launch = [self.event(begun_us, []) for _ in range(ranks)]
+
+    def event(self, delay_us: float, after: Sequence[int]) -> int:
+        """A new event, so long after the last of others."""
+        self.delay_us.append(delay_us)
+        self.after.append(after)
+        return len(self.delay_us) - 1
+
+    def wait_us(self, waits: int) -> float:
+        """What waiting for several signals at once costs in addition: the last of many is later than any one."""
+        return self.prices.peer_us * log2(1 + waits)
+
+    def step(self, step: PricedStep, after: Sequence[int]) -> StepEvents:
+        """Add a step that may begin after some events; its blocks read and write while its messages travel."""
+        p = self.prices
+        protocol = p.protocol(self.protocol)
+        price_us = p.step_us if self.protocol == "Simple" else protocol.step_us
+        price_us += (step.plain_reads + step.plain_writes) * p.place_us + self.wait_us(step.waits)
+        price_us += step.packet_reads * protocol.poll_us + step.packet_writes * protocol.send_us
+        begun = self.event(price_us, after)
+        done, sent = [self.event(self._work_us(step, protocol.bytes_factor), [begun])], {}
+        for moves, inward in ((step.inward, True), (step.outward, False)):
+            for peer, nbytes in moves:
+                if self.sharing > 1:
+                    sent[peer] = done[0]
+                    continue
+                event = self.event(0.0, [begun])
+                ends = (peer, step.rank) if inward else (step.rank, peer)
+                self.message.append((event, *ends, nbytes * protocol.bytes_factor))
+                done.append(event)
+                if not inward:
+                    sent[peer] = event
+        return StepEvents(begun, tuple(done), sent)
+
+    def _work_us(self, step: PricedStep, factor: float) -> float:
+        """The time of a step's blocks for its bytes, and of the memory that all blocks share."""
+        p = self.prices
+        poll = "add" if step.adds and "add" in p.block_gb_per_s else "read"
+        reads = step.plain_reads * p.us_per_byte("read") + factor * step.packet_reads * p.us_per_byte(poll)
+        writes = (step.plain_writes + factor * step.packet_writes) * p.us_per_byte("write")
+        fewer = MOST_THREADS / self.threads
+        work = float(step.nbytes * (reads * fewer + writes * fewer**WRITES_BY_THREADS) / self.slices)
+        if not p.memory_gb_per_s:
+            return work
+        touched = step.plain_reads + step.plain_writes + factor * (step.packet_reads + step.packet_writes)
+        cached = 0.0
+        if p.cache_gb_per_s:
+            held = self.nbytes * self.sharing * (1 if self.collective.in_place else 2) * factor
+            cached = min(1.0, p.cache_mb * 1e6 / held)
+        per_byte = (1 - cached) / p.memory_gb_per_s + (cached / p.cache_gb_per_s if cached else 0.0)
+        memory = step.nbytes * touched * self.sharing * per_byte / 1e3
+        return float((work**SOFT + memory**SOFT) ** (1 / SOFT))
+
+    def total_us(self) -> float:
+        """Run all events, and return when the last has happened; messages are numbered behind those without links."""
+        events, moved = len(self.delay_us), {event for event, *_ in self.message}
+        quiet = [e for e in range(events) if e not in moved]
+        number = {e: k for k, e in enumerate([*quiet, *(event for event, *_ in self.message)])}
+        device = np.array(self.collective.ranks, np.int32)
+        src, dst = (np.array([m[k] for m in self.message], np.int32) for k in (1, 2))
+        nbytes = np.array([m[3] for m in self.message], np.float64)
+        _, route, ptr, links = routes_between(device[src], device[dst], nbytes, self.cluster)
+        order = np.argsort([number[e] for e in range(events)])
+        rows = [[number[a] for a in self.after[e]] for e in order.tolist()]
+        after = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
+        first = len(quiet)
+        times = simulate_transfers(
+            self.cluster,
+            routes=(np.append(ptr, ptr[-1]), links),
+            route=np.concatenate([np.full(first, len(ptr) - 1), route]).astype(np.int32),
+            # Peers' slices travel side by side: every message has a connection of its own.
+            connection=np.arange(events, dtype=np.int32),
+            nbytes=np.concatenate([np.zeros(first), nbytes]),
+            after=(after, np.array([a for row in rows for a in row], np.int32)),
+            delay_us=np.array(self.delay_us)[order],
+            contention=self.prices.contention,
+        )
+        return float(times.end_us.max(initial=0.0))
+
+
+class PacketArrivals:
+    """Which packets have been sent: whoever reads one may begin with the first of them, and ends after the last."""
+
+    def __init__(self, graph: PriceGraph) -> None:
+        self._graph = graph
+        self._from: dict[object, StepEvents] = {}
+
+    def sent(self, place: object, events: StepEvents) -> None:
+        """A step has sent packets to a place."""
+        self._from[place] = events
+
+    def take(self, step: PricedStep, after: Sequence[int], places: Sequence[tuple[object, int]]) -> StepEvents:
+        """Add a step that reads the packets of some places, each with the rank where they are read."""
+        graph = self._graph
+        signal_us = graph.prices.protocol(graph.protocol).signal_us
+        senders = [(self._from[place], reader) for place, reader in places]
+        first = [graph.event(signal_us, [events.begun]) for events, _ in senders]
+        found = graph.step(step, [*after, *first])
+        if not senders:
+            return found
+        last = [
+            graph.event(signal_us, [events.done[0], events.sent.get(reader, events.done[0])])
+            for events, reader in senders
+        ]
+        return StepEvents(found.begun, (graph.event(0.0, [*found.done, *last]),), found.sent)
