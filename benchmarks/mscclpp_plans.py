@@ -6,8 +6,9 @@ CUDA graphs, median (least, most) of five; eight launches in a row on new data (
 element by element. Own plans are those of its DSL's tests for one host, any number of ranks and several numbers
 of threadblocks, and a reduce-scatter in the manner of its all-reduce. All but our all-to-all are in place. `chosen` is
 the form that the price list ``mscclpp:h200`` picks among those that were measured; `ratio` is its measured time over
-that of the best own plan, `best_of_ours` that of the fastest form. Prices were fitted to 148 of the times (2 and 8
-ranks, four sizes, 1024 threads, no reduce-scatter); the others are the judges.
+that of the best own plan, `best_of_ours` that of the fastest form. Prices are fitted to the times of 2 and 8 ranks at
+every other size; the others are the judges. ``--every`` prints each time of ours beside the predicted one, ``--fit``
+fits the prices anew.
 """
 
 from __future__ import annotations
@@ -25,33 +26,40 @@ from stretto.programs.formats.mscclpp_wide import PlanForm, widen_in
 from stretto.programs.wide import WideProgram
 from stretto.simulator import Runtime
 from stretto.simulator.priced_wide import wide_time_us
+from stretto.simulator.runtime_fit import RuntimeRow, fit_runtime
 
 DATA = Path(__file__).parent / "mscclpp_h200.csv"
 FITTED_SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 26)
 Key = tuple[str, int, int]
 
 
+FREE = (
+    "step_us", "meet_us", "peer_us", "place_us", "block_us", "thread_us", "rank_us", "memory_gb_per_s",
+    "cache_gb_per_s", "step_us:LL", "poll_us:LL", "send_us:LL", "signal_us:LL", "read", "add", "write",
+)  # fmt: skip
+
+
 class Prices:
     """Predicted times of measured forms."""
 
     def __init__(self) -> None:
-        self.runtime = Runtime.load("mscclpp:h200")
+        # One GPU runs up to 128 threadblocks of a rank when two share it, more than the preset allows for one of many.
+        self.runtime = replace(Runtime.load("mscclpp:h200"), max_blocks=0)
         self._steps: dict[tuple[str, int, str, int, int], WideProgram] = {}
 
-    def time_us(self, kind: str, ranks: int, nbytes: int, form: PlanForm) -> float:
-        """The predicted time of one form."""
-        key = kind, ranks, form.protocol, form.streams, form.apart
-        if key not in self._steps:
-            program = algorithm("direct", kind, ranks, in_place=kind != "all_to_all")
-            self._steps[key] = widen_in(program, form)
+    def row(self, key: Key, form: PlanForm, took: float) -> RuntimeRow:
+        """A measurement as it is fitted."""
+        kind, ranks, nbytes = key
+        at = kind, ranks, form.protocol, form.streams, form.apart
+        if at not in self._steps:
+            self._steps[at] = widen_in(algorithm("direct", kind, ranks, in_place=kind != "all_to_all"), form)
         cluster = Cluster.preset("shared_gpu", nodes=ranks)
-        # One GPU runs up to 128 threadblocks of a rank when two share it, more than the preset allows for one of many.
-        runtime = self.runtime if form.slices * form.streams <= self.runtime.max_blocks else _unlimited(self.runtime)
-        return wide_time_us(self._steps[key], cluster, nbytes=nbytes, form=form, runtime=runtime)
+        return RuntimeRow(lowered=self._steps[at], cluster=cluster, nbytes=nbytes, time_us=took, form=form)
 
-
-def _unlimited(runtime: Runtime) -> Runtime:
-    return replace(runtime, max_blocks=0)
+    def time_us(self, row: RuntimeRow) -> float:
+        """The predicted time of one."""
+        assert isinstance(row.lowered, WideProgram)
+        return wide_time_us(row.lowered, row.cluster, nbytes=row.nbytes, form=row.form, runtime=self.runtime)
 
 
 def fitted(ranks: int, nbytes: int) -> bool:
@@ -59,13 +67,37 @@ def fitted(ranks: int, nbytes: int) -> bool:
     return ranks != 4 and nbytes in FITTED_SIZES
 
 
+def choices(own: dict[Key, float], ours: dict[Key, dict[PlanForm, tuple[float, float]]]) -> list[Row]:
+    """The form that is predicted to be fastest in each case, beside the best own plan and the best form."""
+    rows: list[Row] = []
+    ratios = []
+    for key in sorted(ours):
+        if key not in own:
+            continue
+        chosen, (_, took) = min(ours[key].items(), key=lambda item: item[1][0])
+        best = min(took for _, took in ours[key].values())
+        ratios.append(took / own[key])
+        rows.append(
+            {
+                "case": f"{key[0]} on {key[1]}", "nbytes": key[2], "own_us": own[key], "time_us": took,
+                "ratio": ratios[-1], "best_of_ours": best / own[key], "chosen": str(chosen),
+            }
+        )  # fmt: skip
+    over = sum(ratio > 1.1 for ratio in ratios)
+    rows.append({"case": f"mean; {over} of {len(ratios)} above 1.1", "ratio": sum(ratios) / len(ratios)})
+    return rows
+
+
 def main() -> None:
     """Print the ratios, and how far the predictions are off."""
-    args = common_options(__doc__).parse_args()
+    parser = common_options(__doc__)
+    parser.add_argument("--every", action="store_true", help="print every time of ours beside the predicted one")
+    parser.add_argument("--fit", action="store_true", help="fit the prices anew, which takes some ten minutes")
+    args = parser.parse_args()
     own: dict[Key, float] = {}
     ours: dict[Key, dict[PlanForm, tuple[float, float]]] = defaultdict(dict)
     off: dict[bool, list[float]] = {True: [], False: []}
-    prices = Prices()
+    prices, every = Prices(), list[tuple[Key, PlanForm, RuntimeRow]]()
     with DATA.open() as file:
         for row in csv.DictReader(file):
             key = row["collective"], int(row["ranks"]), int(row["nbytes"])
@@ -74,30 +106,24 @@ def main() -> None:
                 own[key] = min(own.get(key, took), took)
                 continue
             form = PlanForm.parse(row["form"].replace(" ", ","))
-            said = prices.time_us(*key, form)
-            ours[key][form] = said, took
-            off[fitted(*key[1:])].append(abs(said / took - 1))
+            every.append((key, form, prices.row(key, form, took)))
+    if args.fit:
+        seen = [row for key, _, row in every if fitted(*key[1:])]
+        prices.runtime = fit_runtime(seen, prices.runtime, free=FREE, report=print).runtime
+        print(prices.runtime)
     rows: list[Row] = []
-    ratios = []
-    for key in sorted(ours, key=lambda key: key):
-        if key not in own:
-            continue
-        chosen, (_, took) = min(ours[key].items(), key=lambda item: item[1][0])
-        best = min(took for _, took in ours[key].values())
-        ratios.append(took / own[key])
-        rows.append(
-            {
-                "case": f"{key[0]} on {key[1]}",
-                "nbytes": key[2],
-                "own_us": own[key],
-                "time_us": took,
-                "ratio": ratios[-1],
-                "best_of_ours": best / own[key],
-                "chosen": str(chosen),
-            }
-        )
-    over = sum(ratio > 1.1 for ratio in ratios)
-    rows.append({"case": f"mean; {over} of {len(ratios)} above 1.1", "ratio": sum(ratios) / len(ratios)})
+    for key, form, row in every:
+        said, took = prices.time_us(row), row.time_us
+        ours[key][form] = said, took
+        off[fitted(*key[1:])].append(abs(said / took - 1))
+        if args.every:
+            rows.append(
+                {
+                    "case": f"{key[0]} on {key[1]} {form}", "nbytes": key[2], "time_us": took, "predicted_us": said,
+                    "ratio": said / took, "fitted": "yes" if fitted(*key[1:]) else "no",
+                }
+            )  # fmt: skip
+    rows += [] if args.every else choices(own, ours)
     for which, label in ((True, "fitted"), (False, "not fitted")):
         if off[which]:
             deviation = sum(off[which]) / len(off[which])

@@ -106,12 +106,25 @@ def price_rows(runtime: Runtime) -> list[tuple[str, str]]:
         *((f"an instruction ({', '.join(those)})", format_us(price)) for price, those in kinds.items()),
         ("a wide step", format_us(runtime.step_us)),
         ("a wide step that waits for peers", format_us(runtime.meet_us)),
-        ("each of these peers", format_us(runtime.peer_us)),
+        ("one of these peers (3: twice, 7: three times)", format_us(runtime.peer_us)),
         ("each place of a wide step", format_us(runtime.place_us)),
-        ("each block of a plan of wide steps", format_us(runtime.block_us)),
+        ("each block on a GPU, of a plan of wide steps", format_us(runtime.block_us)),
+        ("blocks of 1024 threads", format_us(runtime.thread_us)),
+        ("two ranks that share a GPU (4: twice, 8: three times)", format_us(runtime.rank_us)),
         ("memory of a GPU", f"{runtime.memory_gb_per_s:g} GB/s" if runtime.memory_gb_per_s else "no limit"),
+        *([("its cache", f"{runtime.cache_gb_per_s:g} GB/s for {runtime.cache_mb:g} MB")] * bool(runtime.cache_mb)),
         ("waiting for another block of the rank", format_us(runtime.handover_us)),
         *((f"a signal ({name})", format_us(p.signal_us)) for name, p in runtime.protocols.items()),
+        *(
+            (f"{what} ({name})", format_us(price))
+            for name, p in runtime.protocols.items()
+            for what, price in (
+                ("a step", p.step_us),
+                ("packets that are read", p.poll_us),
+                ("packets that are sent", p.send_us),
+            )
+            if price
+        ),
         *((f"bytes on the wire ({name})", f"{p.bytes_factor:g}x") for name, p in runtime.protocols.items()),
         *((f"one block: {work}", f"{rate:g} GB/s") for work, rate in runtime.block_gb_per_s.items()),
         ("messages under way on a connection", str(runtime.window or "any number")),

@@ -296,9 +296,9 @@ PRESETS: Mapping[str, Runtime] = MappingProxyType(
                 "the executor of MSCCL++ 0.10 on an H200 under MPS, blocks of 1024 threads, protocol Simple",
                 "fitted to 20 times of four plans on 8 ranks, an outside run of November 2026 (benchmarks/runtimes.py)",
                 "receive is the copy out of a slot: free with zero copy",
-                "wide steps: fitted to 148 of our own times on 2 and 8 ranks of one H200 (MSCCL++ 0.9, November 2026)",
-                "and 16 % off in the mean on 1,384 others (benchmarks/mscclpp_plans.py),",
-                "most of which were seen while the model was shaped (docs/calibration.md)",
+                "wide steps: fitted to 504 of our own times on 2 and 8 ranks of one H200 (MSCCL++ 0.9, November 2026)",
+                "and 9.4 % off in the mean on 1,028 others (benchmarks/mscclpp_plans.py),",
+                "which were seen while the model was shaped (docs/calibration.md)",
             ),
         ),
     }
