@@ -108,12 +108,12 @@ def main() -> None:
             form = PlanForm.parse(row["form"].replace(" ", ","))
             every.append((key, form, prices.row(key, form, took)))
     if args.fit:
-        seen = [row for key, _, row in every if fitted(*key[1:])]
+        seen = [one for key, _, one in every if fitted(*key[1:])]
         prices.runtime = fit_runtime(seen, prices.runtime, free=FREE, report=print).runtime
         print(prices.runtime)
     rows: list[Row] = []
-    for key, form, row in every:
-        said, took = prices.time_us(row), row.time_us
+    for key, form, one in every:
+        said, took = prices.time_us(one), one.time_us
         ours[key][form] = said, took
         off[fitted(*key[1:])].append(abs(said / took - 1))
         if args.every:
