@@ -176,7 +176,16 @@ class PacketArrivals:
         self._from[place] = events
 
     def take(self, step: PricedStep, after: Sequence[int], places: Sequence[tuple[object, int]]) -> StepEvents:
-        """Add a step that reads the packets of some places, each with the rank where they are read."""
+        """Add a step that reads packets while they come.
+
+        Args:
+            step: What is read and written.
+            after: The events before it.
+            places: The places whose packets it reads, each with the rank where they are.
+
+        Returns:
+            Its events.
+        """
         graph = self._graph
         signal_us = graph.prices.protocol(graph.protocol).signal_us
         senders = [(self._from[place], reader) for place, reader in places]
