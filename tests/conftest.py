@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 GPU = HERE / "gpu"
-collect_ignore = ["jobs"]
+collect_ignore = ["helpers", "jobs"]
 """What the processes of jobs run: no tests, and pytest itself must not import most of it."""
 
 

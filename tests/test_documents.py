@@ -17,18 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 import yaml
+from pages import DOCS, PAGES, ROOT, command_line, stretto_lines
 
-from stretto.cli import app
-
-ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = (ROOT / "docs" / "results.md").read_text()
 SHORT = [ROOT / "README.md", ROOT / "docs" / "results-short.md"]
 """Pages that quote results."""
-DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [ROOT / "README.md", *DOCS]
 GENERATED = {"cli-commands.md", "contributing.md", "changelog.md"}
 """Pages of the site that scripts/docs_hooks.py makes."""
 COMMIT = re.compile(r"Commit: ([0-9a-f]{7,})( with uncommitted changes)? \(\d{4}-\d\d-\d\d[,;] .+\)\.")
@@ -218,27 +213,6 @@ def test_the_table_of_environment_variables_is_complete() -> None:
     sources = [path.read_text() for path in files]
     used = {name for text in sources for name in re.findall(r"[\"'](STRETTO_[A-Z_]+[A-Z])[\"']", text)}
     assert used == table
-
-
-@cache
-def command_line() -> Any:
-    return typer.main.get_command(app)
-
-
-def stretto_lines(page: Path) -> Iterator[str]:
-    """The command lines of ours in a page's blocks and sentences, without what stands beside them."""
-    text = page.read_text()
-    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S):
-        for line in block.replace("\\\n", " ").splitlines() if language in ("", "sh", "console") else ():
-            plain = re.sub(r"(?<=\S)  +", "  ", re.sub(r" \[-[^]]*\]", "", line))
-            for found in re.findall(r"(?:^|^\$ |srun |-m |bin/|^[A-Z_]+=\S+ |-- )(stretto [a-z].*)", plain):
-                yield found.partition("  ")[0].partition(" # ")[0].partition(" | ")[0].partition(" > ")[0].rstrip(" &")
-        for words in re.findall(r"^\s*command: \[(stretto,.*)\]$", block, re.M):
-            yield shlex.join(word.strip().strip('"') for word in words.split(","))
-    # In a sentence a command may be a pattern, with parts that may be left out: only whole ones are taken.
-    for line in re.findall(r"`(stretto [a-z][^`\n]*)`", re.sub(r"```.*?```", "", text, flags=re.S)):
-        if re.search(r"-.* [^-]\S*$", line) and not re.search(r"[][|…]|\.\.\.|<|>", line):
-            yield line
 
 
 def refused(line: str) -> str:

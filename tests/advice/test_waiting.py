@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from stretto.advice import advise
 from stretto.workload import kineto
 from stretto.workload.kineto_waiting import StepWaiting, waiting_of
 
@@ -118,3 +119,39 @@ def test_random_traces_are_counted_alike(seed: int, tmp_path: Path) -> None:
     rows = sorted(counted((low, high), every, moves) for low, high in itertools.pairwise(begins))
     expected = rows[(len(rows) - 1) // 2]
     assert (found.step_us, found.compute_us, found.waits_us, found.comm_us) == expected
+
+
+def cpu_trace(rank: int, compute: list[list[Span]], comm: list[list[Span]]) -> dict[str, Any]:
+    """A rank on gloo: every step has these ops on its thread, and these collectives, called as they begin."""
+    events: list[dict[str, Any]] = []
+    for number, (works, calls) in enumerate(zip(compute, comm, strict=True)):
+        begin, end = works[0][0], max(works[-1][1], *(until for _, until in calls))
+        events.append(event("user_annotation", f"ProfilerStep#{number}", begin, end - begin))
+        events += [event("cpu_op", f"op{at}", start, until - start) for at, (start, until) in enumerate(works)]
+        for start, until in calls:
+            shape = {"Input Dims": [[[1000]]], "Input type": ["TensorList"], "Concrete Inputs": [""]}
+            events.append(event("cpu_op", "c10d::allreduce_", start - 1, 0.5, **shape))
+            span = event("user_annotation", "gloo:all_reduce", start, until - start)
+            events.append({**span, "tid": 2, "args": {"Input Dims": [[1000]], "Input type": ["float"]}})
+    about = {"backend": "gloo", "rank": rank, "world_size": 2}
+    return {"distributedInfo": about, "host_name": f"host{rank}", "traceEvents": events}
+
+
+def test_a_collective_on_gloo_whose_end_is_noted_late_is_waited_for(tmp_path: Path) -> None:
+    # Two collectives at once; the rank goes on 2 us before the end of the last one is noted.
+    begins = (0, 560, 1120)
+    compute = [[(at, at + 58), (at + 61, at + 88), (at + 91, at + 100), (at + 498, at + 560)] for at in begins]
+    comm = [[(at + 60, at + 400), (at + 90, at + 500)] for at in begins]
+    found = measured(cpu_trace(0, compute, comm), tmp_path)
+    assert found.waits_us == 398.0
+    assert (found.comm_us, found.calls_us) == (440.0, 750.0)
+
+
+def test_collectives_that_run_at_once_on_gloo_are_not_counted_twice(tmp_path: Path) -> None:
+    begins = (0, 560, 1120)
+    compute = [[(at, at + 58), (at + 61, at + 88), (at + 500, at + 560)] for at in begins]
+    comm = [[(at + 60, at + 500), (at + 90, at + 500)] for at in begins]
+    for rank in (0, 1):
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(cpu_trace(rank, compute, comm)))
+    found = advise(tmp_path, "hosts: 2, gpus: 1 x a100, network: 1gbit", steps=5)
+    assert found.measured and found.model_us == pytest.approx(found.step_us, rel=0.25)

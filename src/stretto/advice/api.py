@@ -142,6 +142,15 @@ def _slowest(asked: _Step) -> StepWaiting | None:
     return max(asked.waiting, key=lambda one: one.share, default=None)
 
 
+def _alone(asked: _Step) -> float:
+    """The share of its time that a collective of a CPU trace would take by itself: gloo runs several of a rank at once.
+
+    NCCL runs those of a group in order, and those of different groups often over different links.
+    """
+    shares = sorted(one.comm_us / one.calls_us for one in asked.waiting if one.calls_us > 0)
+    return 1.0 if asked.gpu or not shares else shares[len(shares) // 2]
+
+
 def _without_model(asked: _Step, machine: Cluster | None, late: float) -> StepAdvice:
     slowest = _slowest(asked)
     notes = asked.workload.notes
@@ -162,7 +171,7 @@ def _with_model(asked: _Step, machine: Cluster, cluster_name: str, late: float, 
     workload, slowest = asked.workload, _slowest(asked)
     until = time.monotonic() + effort.budget_s
     effort.tell("the step as it is", 0.0)
-    factors = measured_factors(workload, machine)
+    factors = measured_factors(workload, machine, _alone(asked))
     what_if = WhatIf(workload=workload, cluster=machine, gpu=asked.gpu, factors=factors, until=until)
     now = what_if.now
     found = api.plan(

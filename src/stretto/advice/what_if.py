@@ -32,7 +32,16 @@ TIMES = (2, 4)
 
 
 def as_submitted_us(workload: Workload, cluster: Cluster, costs: CostModel) -> StepSchedule:
-    """The step as PyTorch runs it by itself: whole collectives, one after the other, in the order of submission."""
+    """The step as PyTorch runs it by itself: whole collectives, one after the other, in the order of submission.
+
+    Args:
+        workload: The step.
+        cluster: Where it runs.
+        costs: What motifs cost there.
+
+    Returns:
+        The schedule of an iteration in the steady state.
+    """
     return Systems(_defaults(workload, cluster, costs)).schedule("fifo")
 
 
@@ -41,12 +50,14 @@ def _defaults(workload: Workload, cluster: Cluster, costs: CostModel) -> PlanPro
     return make_problem(workload, cluster, costs, until=0.0)
 
 
-def measured_factors(workload: Workload, cluster: Cluster) -> dict[str, float]:
+def measured_factors(workload: Workload, cluster: Cluster, alone: float = 1.0) -> dict[str, float]:
     """How many times longer the measured collectives took than simulated, by the channels that they use.
 
     Args:
         workload: a step whose comm-ops have measured durations; others are skipped.
         cluster: the cluster as it was described.
+        alone: the share of its measured time that a collective would take by itself, where several ran at once; the
+            model lets them run one after the other.
 
     Returns:
         By channels joined with ``+``, the ratio of the sums; empty where nothing was measured.
@@ -58,7 +69,8 @@ def measured_factors(workload: Workload, cluster: Cluster) -> dict[str, float]:
             (task,) = problem.options[op.name][0].tasks
             both = sums.setdefault("+".join(task.channels), [0.0, 0.0])
             # The launch is a figure of its own, which the factor does not scale.
-            both[0] += max(op.duration_us - task.launch_us, LEAST * op.duration_us)
+            took_us = alone * op.duration_us
+            both[0] += max(took_us - task.launch_us, LEAST * took_us)
             both[1] += task.duration_us - task.launch_us
     return {key: min(max(real / model, LEAST), MOST) for key, (real, model) in sums.items() if model > 0}
 
@@ -108,10 +120,11 @@ class WhatIf:
             return
         found = as_submitted_us(self.workload, self.cluster, simulated_costs(self.cluster))
         setting = "NCCL_IB_HCA, NCCL_SOCKET_IFNAME, NCCL_NET_GDR_LEVEL" if self.gpu else "GLOO_SOCKET_IFNAME"
+        own = "" if self.gpu else "; or gloo's algorithms: `stretto run` measures the job on Stretto's, too"
         yield self.change(
             "environment", "the network as described",
             f"find out why collectives take {worst:.1f} times as long as the description lets expect: the interface "
-            f"({setting}), the fabric, or the description itself", found.period_us,
+            f"({setting}), the fabric, or the description itself{own}", found.period_us,
             diagnosis=True, note="a fault to look for, not a setting",
         )  # fmt: skip
 
@@ -208,6 +221,15 @@ class WhatIf:
 
 
 def with_names(change: AdvisedChange, step: str, cluster: str) -> AdvisedChange:
-    """The change with the user's own words for STEP and CLUSTER in its commands."""
+    """The change with the user's own words for STEP and CLUSTER in its commands.
+
+    Args:
+        change: The change.
+        step: What the user gave as the step.
+        cluster: What the user gave as the cluster.
+
+    Returns:
+        The same change with other text.
+    """
     quoted = f'"{cluster}"' if " " in cluster else cluster
     return replace(change, how=change.how.replace("STEP", step).replace("CLUSTER", quoted))

@@ -91,10 +91,10 @@ def _of_job(
 
     code, status, captured = recorded_run(command, budget)
     if captured is None:
-        why = "two or more ranks on gloo that train for some ten steps are recorded"
+        why = "two or more ranks on gloo or NCCL that train for some ten steps are recorded"
         failed = f"it ended with exit code {code}" if code else why
         raise InvalidInput(
-            f"{command[0]}: the job recorded no training step ({failed}); for a job on NCCL give its profiler traces "
+            f"{command[0]}: the job recorded no training step ({failed}); its profiler traces will do as well "
             "(docs/traces.md)"
         )
     workload, machine = decode_captured(captured)
@@ -102,7 +102,7 @@ def _of_job(
     timing = None if job is None else job.split.unchanged or job.split.backend
     with search_progress() as tell:
         found = make_advice(
-            workload, machine if cluster is None else cluster, budget_s=budget, steps=steps, seed=seed, gpu=False,
+            workload, machine if cluster is None else cluster, budget_s=budget, steps=steps, seed=seed, gpu=job is not None and job.split.own == "nccl",
             measured_us=timing.median_us if timing is not None else 0.0, progress=tell,
         )  # fmt: skip
     for line in [] if job is None else gain_lines(job.split):

@@ -4,6 +4,9 @@
 Nothing is modelled here. A pause is a time in which a rank computes on no stream. It is waiting for communication up to
 the end of the last collective that ended in it: the work after the pause cannot have waited for a collective that was
 still running. What is left of a pause is launches, Python, the data loader, or waiting for something else.
+
+On CPUs the profiler notes the end of a collective some time after the ranks that waited for it have gone on, so that
+one with at most `LATE_END` of its time left counts as ended.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from .kineto_rank import KinetoRank, merged
 from .kineto_steps import TraceStep, steps_of
 
 Spans = Sequence[tuple[float, float]]
+LATE_END = 0.05
+"""By this share of its time a collective on CPUs may seem to last longer than it did."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +37,8 @@ class StepWaiting:
     """The time without work, up to the end of a collective."""
     comm_us: float
     """The time in which at least one collective ran, hidden or not."""
+    calls_us: float
+    """The times of all collectives added up: more than `comm_us` where several ran at once."""
 
     @property
     def idle_us(self) -> float:
@@ -61,14 +68,16 @@ def waiting_of(traces: Mapping[int, KinetoRank]) -> tuple[StepWaiting, ...]:
         steps = list(steps_of(trace, []).values())
         compute = merged((work.start, work.end) for work in trace.works)
         comm = merged((call.start, call.end) for call in trace.calls)
-        ends = sorted(call.end for call in trace.calls)
+        late = 0.0 if trace.gpu else LATE_END
+        ends = sorted((call.end - late * (call.end - call.start), call.end) for call in trace.calls)
         measured = [_measure(window, compute, comm, ends) for window in _windows(trace, steps)]
         if measured:
-            step_us, compute_us, waits_us, comm_us = sorted(measured)[(len(measured) - 1) // 2]
+            step_us, compute_us, waits_us, comm_us, low = sorted(measured)[(len(measured) - 1) // 2]
+            calls_us = _length(_clipped(((call.start, call.end) for call in trace.calls), low, low + step_us))
             found.append(
                 StepWaiting(
                     rank=rank, steps=len(measured), step_us=step_us, compute_us=compute_us, waits_us=waits_us,
-                    comm_us=comm_us,
+                    comm_us=comm_us, calls_us=calls_us,
                 )
             )  # fmt: skip
     return tuple(found)
@@ -100,18 +109,21 @@ def _last(step: TraceStep) -> float:
 
 
 def _measure(
-    window: tuple[float, float], compute: Spans, comm: Spans, comm_ends: Sequence[float]
-) -> tuple[float, float, float, float]:
-    """The length of a window, and the time in it that computes, waits, and communicates."""
+    window: tuple[float, float], compute: Spans, comm: Spans, comm_ends: Spans
+) -> tuple[float, float, float, float, float]:
+    """The length of a window, the time in it that computes, waits, and communicates, and its begin.
+
+    `comm_ends` has, in order, the moment from which on each collective may have ended, and its end.
+    """
     low, high = window
     busy = list(_clipped(compute, low, high))
     moving = list(_clipped(comm, low, high))
     waits = 0.0
     for start, end in _between(busy, low, high):
-        at = bisect_right(comm_ends, end) - 1
-        if at >= 0 and comm_ends[at] > start:
-            waits += _length(_clipped(moving, start, comm_ends[at]))
-    return high - low, _length(busy), waits, _length(moving)
+        at = bisect_right(comm_ends, (end, float("inf"))) - 1
+        if at >= 0 and comm_ends[at][1] > start:
+            waits += _length(_clipped(moving, start, min(comm_ends[at][1], end)))
+    return high - low, _length(busy), waits, _length(moving), low
 
 
 def _between(spans: Spans, low: float, high: float) -> list[tuple[float, float]]:
