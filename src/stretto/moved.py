@@ -31,12 +31,12 @@ class MovedModules:
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """A module that has the names of the one that moved."""
+        """A module that has the names of the one that moved; see `importlib.abc.MetaPathFinder`."""
         return ModuleSpec(name, MovedModules) if name in MODULES else None  # type: ignore[arg-type]
 
     @staticmethod
     def create_module(spec: ModuleSpec) -> None:
-        """As usual."""
+        """None: the module is made as usual."""
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:

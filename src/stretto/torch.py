@@ -227,6 +227,20 @@ def enforce(
 
     `carrier` moves the data: "executor" (ours), "gloo", or "nccl" (on GPUs); "auto" takes what the job uses.
     One of your own is given by what makes it, see docs/enforcer.md.
+
+    Args:
+        plan: The plan, or what `stretto.plan` returned.
+        workload: The captured step that the plan is for.
+        every: Ranks agree on a change of plans every so many iterations.
+        cluster: The cluster that the plan was made for. Default: the library's own order of ranks.
+        carrier: Its name, or what makes one.
+
+    Returns:
+        The enforcer: a context manager with `report()`.
+
+    Raises:
+        PlanMismatch: The plan is for another step or another number of ranks.
+        InvalidInput: There is no such carrier here.
     """
     chosen = plan if isinstance(plan, Plan) else plan.plan
     made = Enforcer(workload, every=every, cluster=cluster, carrier=carrier)

@@ -102,8 +102,9 @@ def _of_job(
     timing = None if job is None else job.split.unchanged or job.split.backend
     with search_progress() as tell:
         found = make_advice(
-            workload, machine if cluster is None else cluster, budget_s=budget, steps=steps, seed=seed, gpu=job is not None and job.split.own == "nccl",
-            measured_us=timing.median_us if timing is not None else 0.0, progress=tell,
+            workload, machine if cluster is None else cluster, budget_s=budget, steps=steps, seed=seed, progress=tell,
+            gpu=job is not None and job.split.own == "nccl",
+            measured_us=timing.median_us if timing is not None else 0.0,
         )  # fmt: skip
     for line in [] if job is None else gain_lines(job.split):
         say(f"stretto: {line}", error=True)

@@ -91,7 +91,13 @@ def _console(**settings: Any) -> _CleanConsole:
 
 
 def wrote(console: Console, path: Path, note: str = "") -> None:
-    """Say what was written, on one line that can be copied."""
+    """Say what was written, on one line that can be copied.
+
+    Args:
+        console: Where to say it.
+        path: The file.
+        note: What is in it, where the name does not say.
+    """
     if not SESSION.quiet:
         console.print(f"wrote {path}{f' ({note})' if note else ''}", markup=False, soft_wrap=True)
 

@@ -118,7 +118,7 @@ def output(
     (`tests/cli/test_outputs.py` finds all of these).
 
     Args:
-        suffixes: The endings that the file may have; none: any.
+        *suffixes: The endings that the file may have; none: any.
         folder: Whether the output is a folder (without suffixes), or may be one (with suffixes).
         stdout: Whether ``-`` stands for standard output.
         only_rank_0: Whether only rank 0 of a job writes the file.

@@ -17,7 +17,7 @@ def write_tables(path: Path, title: str, *tables: Table, note: str = "", picture
     Args:
         path: Where.
         title: The heading of the page.
-        tables: The tables; their titles become headings.
+        *tables: The tables; their titles become headings.
         note: A sentence under the first heading.
         picture: HTML above the first table, such as `bars_html` makes.
     """

@@ -184,7 +184,7 @@ def _tell_of_other(job: JobStatus | None, gone: str, html: Path | None, rows: Pa
 
 
 def _tell(status: Status, html: Path | None, rows: Path | None, *, code: int = 0) -> None:
-    """What was gained."""
+    """Print what the job gained, and by what."""
     for path, write in ((html, write_enforced_html), (rows, lambda path, status: write_file(path, json_bytes(status)))):
         if path is None:
             continue

@@ -28,7 +28,7 @@ class StatusWatcher:
         self._thread = threading.Thread(target=self._loop, name="stretto-memory", daemon=True)
 
     def start(self) -> None:
-        """Begin to ask."""
+        """Start the thread that asks the controller for its status."""
         self._thread.start()
 
     def last_words(self) -> tuple[JobStatus | None, str]:

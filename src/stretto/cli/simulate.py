@@ -204,7 +204,16 @@ class SimulationSetup:
     runtime: Runtime | None = None
 
     def run(self, program: Runnable, nbytes: int, *, load_slots: int = 0) -> Timeline:
-        """One program at one size."""
+        """One program at one size.
+
+        Args:
+            program: The program.
+            nbytes: The size.
+            load_slots: Into how many parts of the time the load of links is divided; 0: it is not recorded.
+
+        Returns:
+            What happens when.
+        """
         return simulated(
             program,
             self.cluster,
@@ -223,7 +232,16 @@ class SimulationSetup:
     def sweep(
         self, programs: Mapping[str, Runnable], sizes: Sequence[int], left_out: Mapping[str, str]
     ) -> tuple[Sweep, Timeline]:
-        """The times, and the timeline of the fastest program at the last size."""
+        """The times, and the timeline of the fastest program at the last size.
+
+        Args:
+            programs: The programs by name.
+            sizes: The sizes.
+            left_out: Why others were left out, by name.
+
+        Returns:
+            The times of all of them.
+        """
         first = next(iter(programs.values()))
         fastest: list[Timeline] = []
 

@@ -160,7 +160,7 @@ def summary(job: JobStatus) -> str:
 
 
 def state(job: JobStatus) -> str:
-    """What runs now."""
+    """What a job runs on: plain order, or a plan by its number."""
     if not job.plan.number:
         return f"{job.split.own} in plain order, as without us" if job.split.kept == "unchanged" else "plain order"
     text = f"plan {job.plan.number}{f' by {job.plan_name}' if job.plan_name else ''}, hash {job.plan.hash}"

@@ -104,7 +104,7 @@ class Agent:
         return self._side
 
     def start(self) -> None:
-        """Begin to ask."""
+        """Start the thread that asks the controller for orders."""
         self._thread.start()
 
     def stop(self) -> None:

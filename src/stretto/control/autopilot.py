@@ -201,7 +201,7 @@ class Autopilot:
             self._enforcer.close()
 
     def _let_go(self) -> None:
-        """Watch nothing any more."""
+        """Remove the hooks of this process and stop its agent."""
         self._hook.remove()
         self._unwatch()
         self._tally.end()
@@ -583,7 +583,7 @@ class _Look:
         return self._ends > LOOK
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop watching iterations."""
         self._hooks.remove()
 
 

@@ -80,7 +80,16 @@ class Controller:
         self._thread.start()
 
     def serve(self, address: str, *, token: str, tls: Tls | None = None) -> Server:
-        """Listen; close the server before the controller."""
+        """Listen; close the server before the controller.
+
+        Args:
+            address: Where to listen: ``host:port`` or ``unix:PATH``.
+            token: What callers must show.
+            tls: The certificates of a server that others than this host reach.
+
+        Returns:
+            The server, which listens.
+        """
         handlers = {
             EXCHANGE: self._on_exchange, STATUS: self._on_status, PULSE: self._on_pulse, RECALL: self._on_recall,
         }  # fmt: skip
@@ -126,7 +135,7 @@ class Controller:
             return self._watches[pulse.job].heard(pulse)
 
     def status(self) -> Status:
-        """How all jobs are."""
+        """The state of all jobs, as `stretto status` shows it."""
         with self._lock:
             jobs = tuple(job.status() for job in self._jobs.values())
             for watch in self._watches.values():
@@ -148,7 +157,7 @@ class Controller:
             return job.status() if job is not None else None
 
     def close(self) -> None:
-        """End the planning."""
+        """End planners that are running."""
         self._ending.set()
         self._thread.join()
         for job in self._jobs.values():

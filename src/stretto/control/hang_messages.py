@@ -38,7 +38,7 @@ class GroupPulse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pulse(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank as it is now."""
+    """What a rank reports every second: its last calls, and whether it is let run."""
 
     protocol: Annotated[int, Meta(ge=0, le=1 << 16)] = PROTOCOL
     job: Name

@@ -88,7 +88,7 @@ def process_state(pid: int) -> str:
 
 
 class HangWatch:
-    """One job's."""
+    """Finds, from the pulses of one job, the rank that hangs."""
 
     def __init__(
         self, job: str, *, host: str = "", now: Callable[[], float] = time.monotonic,

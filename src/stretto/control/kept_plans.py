@@ -122,9 +122,9 @@ class ReadyPlan:
         self._answer = answer
 
     def poll(self) -> PlanReply | None:
-        """The answer."""
+        """The kept plan: it is there at once."""
         return self._answer
 
     def cancel(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no planner runs."""
         return

@@ -58,6 +58,6 @@ class LivePage:
         self._server.serve_forever()
 
     def close(self) -> None:
-        """Stop."""
+        """Stop serving the page."""
         self._server.shutdown()
         self._server.server_close()

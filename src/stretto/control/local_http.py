@@ -19,7 +19,7 @@ class QuietHandler(BaseHTTPRequestHandler):
             code: The HTTP status.
             content: The Content-Type.
             text: The body.
-            more: Further headers, as (name, value).
+            *more: Further headers, as (name, value).
         """
         body = text.encode()
         self.send_response(code)

@@ -101,7 +101,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Nothing(msgspec.Struct, frozen=True, tag="nothing"):
-    """Go on."""
+    """The order to go on as before."""
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare", kw_only=True):
@@ -254,7 +254,7 @@ class HangStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """All jobs."""
+    """What a controller knows of all its jobs."""
 
     pid: int
     jobs: tuple[JobStatus, ...]
@@ -263,7 +263,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """For the wire."""
+    """A message as bytes."""
     return msgspec.msgpack.encode(message)
 
 
@@ -276,7 +276,7 @@ def decode(data: bytes, kind: type[T]) -> T:
 
 
 def encode_plan(plan: Plan) -> bytes:
-    """A plan's content."""
+    """A plan as bytes."""
     return msgspec.json.encode(plan)
 
 
@@ -295,7 +295,18 @@ def decode_plan(body: bytes, expected: str) -> Plan:
 def encode_captured(
     workload: Workload, cluster: Cluster, motif_us: float = 0.0, key: str = "", own_times: tuple[OwnTime, ...] = ()
 ) -> CapturedStep:
-    """What rank 0 sends once; the arguments are the fields of `CapturedStep`."""
+    """What rank 0 sends once; the arguments are the fields of `CapturedStep`.
+
+    Args:
+        workload: The recorded step.
+        cluster: The network that it ran on.
+        motif_us: What starting any motif costs; cut off at `MAX_MOTIF_US`.
+        key: What the job is known by at its next start; empty where nothing is kept.
+        own_times: What calls of the job's own backend were measured to take.
+
+    Returns:
+        The message.
+    """
     return CapturedStep(
         workload=workload_files.dumps(workload, json=True), cluster=yaml_form.dumps(cluster, json=True),
         motif_us=min(motif_us, MAX_MOTIF_US), key=key, own_times=own_times,

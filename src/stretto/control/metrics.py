@@ -122,7 +122,7 @@ class MetricsServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop."""
+        """Stop serving the counters."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -205,6 +205,15 @@ def fitted(ranks: int, small_us: float, large_us: float, large_bytes: float) -> 
 
     >>> fitted(2, 20.0, 1020.0, 1e6)
     (10.0, 1.0)
+
+    Args:
+        ranks: The ranks of the ring.
+        small_us: The time of a sum of next to nothing.
+        large_us: The time of a sum of `large_bytes`.
+        large_bytes: The bytes of the large sum.
+
+    Returns:
+        Latency and rate; both 0 where the times say nothing.
     """
     steps = 2 * (ranks - 1)
     if steps < 1 or large_us <= small_us or not large_bytes:

@@ -47,7 +47,7 @@ class Plane(Protocol):
         """Let the plan be switched to; returns why not, which can only be a fault."""
 
     def discard(self, number: int) -> None:
-        """Let go of a plan."""
+        """Unload a plan that will not run any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +68,32 @@ class RankSide:
 
 
 def captured(rank: RankSide, digest: str, plane: Plane) -> RankSide:
-    """The training step was recorded: a yes for a plan of the old one is withdrawn, unless it is committed."""
+    """The training step was recorded: a yes for a plan of the old one is withdrawn, unless it is committed.
+
+    Args:
+        rank: The rank as it was.
+        digest: The recorded step's digest.
+        plane: What holds the rank's plans.
+
+    Returns:
+        The rank as it is now.
+    """
     if digest == rank.digest:
         return rank
     return replace(_without_ballot(rank, CAPTURED_AGAIN, plane), digest=digest)
 
 
 def obey(rank: RankSide, reply: Reply, plane: Plane) -> RankSide:
-    """Carry out a reply, if it still applies; a rank that has heard it before does nothing."""
+    """Carry out a reply, if it still applies; a rank that has heard it before does nothing.
+
+    Args:
+        rank: The rank as it was.
+        reply: What the controller answered.
+        plane: What holds the rank's plans, and prepares and commits them.
+
+    Returns:
+        The rank as it is now.
+    """
     if reply.epoch != rank.epoch:
         return rank
     match reply.order:
@@ -95,6 +113,14 @@ def retire(rank: RankSide, active: PlanId, plane: Plane) -> RankSide:
     """Let go of plans older than the active one.
 
     Nothing newer may go: a plan that was offered to the other ranks can become active an iteration later.
+
+    Args:
+        rank: The rank as it was.
+        active: The plan that runs.
+        plane: What holds the rank's plans.
+
+    Returns:
+        The rank as it is now.
     """
     old = [number for number in rank.held if number < active.number]
     for number in old:
@@ -156,7 +182,16 @@ class ControllerSide:
 
     @staticmethod
     def start(epoch: int, size: int, last: int = 0) -> ControllerSide:
-        """A job of which nothing has been heard."""
+        """A job of which nothing has been heard.
+
+        Args:
+            epoch: Which start of the job it is.
+            size: The number of ranks.
+            last: The highest number that a plan has had.
+
+        Returns:
+            The job.
+        """
         return ControllerSide(epoch=epoch, ranks=(None,) * size, last=last)
 
     @property
@@ -193,7 +228,19 @@ class ControllerSide:
 
 
 def propose(job: ControllerSide, hash: str, digest: str) -> ControllerSide:
-    """Give out a plan under the next number. `last` of the result must be on disk before anybody hears of it."""
+    """Give out a plan under the next number. `last` of the result must be on disk before anybody hears of it.
+
+    Args:
+        job: The job as it was.
+        hash: The plan's content hash.
+        digest: The step that the plan is for.
+
+    Returns:
+        The job as it is now.
+
+    Raises:
+        InvalidInput: Another proposal is still open.
+    """
     if not job.may_propose:
         raise InvalidInput(f"propose: the job is {job.phase}, so no new plan may be given out")
     number = job.last + 1

@@ -59,7 +59,7 @@ class PulseSender:
         self._thread.start()
 
     def stop(self) -> None:
-        """The last word."""
+        """Report once more, then stop."""
         if os.getpid() != self._pid or self._ending.is_set():
             return
         self._ending.set()

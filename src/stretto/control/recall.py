@@ -63,12 +63,12 @@ class StepTally:
             WATCH.current = self
 
     def end(self) -> None:
-        """Watch no more."""
+        """Stop watching calls."""
         if WATCH.current is self:
             WATCH.current = None
 
     def seen(self, what: SubmittedCall, run: Callable[[], Any]) -> Any:
-        """A call comes."""
+        """Note a call of the current iteration."""
         if what.op not in MESSAGES and len(what.ranks) > 1:
             self._now.append(what)
             if len(self._now) > MAX_CALLS:
@@ -77,7 +77,7 @@ class StepTally:
         return run()
 
     def cut(self) -> None:
-        """An iteration ends."""
+        """Compare the calls of the iteration that ends with the recorded step."""
         if WATCH.current is not self:
             return
         ended, self._now = tuple(self._now), []
@@ -91,7 +91,16 @@ class StepTally:
 
 
 def fits(calls: Sequence[SubmittedCall], workload: Workload, rank: int) -> bool:
-    """Whether a rank's calls of an iteration are those of a recorded step."""
+    """Whether a rank's calls of an iteration are those of a recorded step.
+
+    Args:
+        calls: The rank's calls of one iteration.
+        workload: The recorded step.
+        rank: The rank.
+
+    Returns:
+        True where each call is the op that comes next.
+    """
     from ..runtime.enforcer.prepared import ExpectedOps
 
     expected = ExpectedOps(workload, rank).ops if rank < workload.num_ranks else []
@@ -176,7 +185,7 @@ def recall(
 
 
 def _nbytes(call: SubmittedCall) -> int:
-    """As it is recorded."""
+    """The size of a call as a recorded workload counts it."""
     return max(1, call.nbytes)
 
 

@@ -38,11 +38,11 @@ class RefinedCosts:
         self._factors = {frozenset(key.split("+")): value for key, value in factors.items()}
 
     def algorithms(self, motion: Motion, nbytes: float) -> list[str]:
-        """The inner model's."""
+        """The algorithms that the refined model knows."""
         return self._inner.algorithms(motion, nbytes)
 
     def cost(self, motion: Motion, nbytes: float, algorithm: str, *, exact: bool = False) -> Cost:
-        """The inner model's cost, refined."""
+        """The inner model's cost, refined; see `CostModel.cost`."""
         cost = self._inner.cost(motion, nbytes, algorithm, exact=exact)
         factor = self.factor(motion.channels)
         if factor == 1.0 and not self._motif_us:
@@ -51,7 +51,7 @@ class RefinedCosts:
         return replace(cost, us=cost.us * factor + self._motif_us, source=source)
 
     def at_least_us(self, motion: Motion, nbytes: float, algorithm: str) -> float:
-        """The inner model's bound, refined."""
+        """The inner model's bound, refined; see `Bounding.at_least_us`."""
         if not isinstance(self._inner, Bounding):
             return 0.0
         least_us = self._inner.at_least_us(motion, nbytes, algorithm)
@@ -70,6 +70,14 @@ def ratios(plan: Plan, reports: Iterable[EnforcerReport], motif_us: float = 0.0)
 
     A motif seems long to a rank that came early, so that of all ranks the shortest time counts. Motifs that are, and
     should be, hardly longer than `motif_us` say nothing of a link.
+
+    Args:
+        plan: The plan that ran.
+        reports: What the ranks measured.
+        motif_us: What any motif costs, whatever it moves.
+
+    Returns:
+        By channels joined with ``+``; none for channels of which nothing was measured.
     """
     least: dict[tuple[str, int], float] = {}
     for report in reports:

@@ -48,6 +48,19 @@ def split(
     >>> found = split(own="gloo", kept="plan", **dict(zip(("unchanged", "backend", "plan"), each)))
     >>> found.backend_share, found.plan_share, found.gain
     (1.5, 2.0, 3.0)
+
+    Args:
+        own: The backend that the job asked for.
+        unchanged: Its iterations on that backend.
+        backend: Its iterations on ours in plain order.
+        plan: Its iterations under a plan.
+        no_unchanged: Why there is no `unchanged`.
+        predicted_backend_us: The predicted iteration in plain order.
+        predicted_plan_us: The predicted iteration under the plan.
+        kept: Which of the three the job runs on with.
+
+    Returns:
+        The figures with `backend_share`, `plan_share` and `gain`.
     """
     now = {"unchanged": unchanged, "backend": backend, "plan": plan}.get(kept)
     return GainSplit(

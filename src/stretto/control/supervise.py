@@ -192,7 +192,7 @@ class SupervisedJob:
                 self.about += ": the application's own order, as the plan before was slower"
 
     def fail(self, why: str) -> None:
-        """Say what went wrong."""
+        """Note why planning failed; `stretto status` shows it."""
         self.about = why
 
     def cancel(self) -> None:

@@ -250,7 +250,20 @@ class ControllerConnection:
         self._calls: dict[str, Any] = {}
 
     def call(self, method: str, message: bytes, *, timeout_s: float) -> bytes:
-        """The controller's answer; raises `PeerLost` when there is none in time, `InvalidInput` when it refuses."""
+        """The controller's answer; raises `PeerLost` when there is none in time, `InvalidInput` when it refuses.
+
+        Args:
+            method: One of the names in `transport`.
+            message: What to send.
+            timeout_s: How long to wait for the answer.
+
+        Returns:
+            The answer.
+
+        Raises:
+            PeerLost: No answer came in time, or the connection was closed.
+            InvalidInput: The controller refuses the message or the token.
+        """
         grpc = _grpc()
         if self._channel is None:
             with _FORK_GATE:
@@ -322,7 +335,21 @@ def tls_of(
     certificate: str | Path | None, key: str | Path | None, authority: str | Path | None, server_name: str,
     names: tuple[str, str, str],
 ) -> Tls | None:  # fmt: skip
-    """All three files, or none; `names` are what whoever gave them calls them."""
+    """All three files, or none; `names` are what whoever gave them calls them.
+
+    Args:
+        certificate: The certificate to show.
+        key: Its private key.
+        authority: The certificates to trust.
+        server_name: The name in the server's certificate, where that is not its address.
+        names: What the caller's options for the three files are called, for errors.
+
+    Returns:
+        The files; None where none is given.
+
+    Raises:
+        InvalidInput: Some are given and others not.
+    """
     files = (certificate, key, authority)
     if not any(files):
         return None

@@ -68,7 +68,7 @@ class PlanReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Planning(Protocol):
-    """A plan in the making."""
+    """A planner that runs in a process of its own."""
 
     def poll(self) -> PlanReply | None:
         """The answer, once there is one."""
@@ -78,7 +78,7 @@ class Planning(Protocol):
 
 
 def answer(ask: PlanRequest) -> PlanReply:
-    """Plan here and now."""
+    """Plan in this process, and return the answer."""
     from ..planner.costs.costs import simulated_costs
 
     workload, cluster = decode_captured(ask.captured)

@@ -41,12 +41,21 @@ class SelfTestRank:
         self.nccl: Any = dist.new_group(backend="nccl")
 
     def meet(self) -> None:
-        """All ranks come here."""
+        """Wait until all ranks have come here."""
         torch.cuda.synchronize()
         dist.barrier()
 
     def parts(self, kind: str, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The inputs of all ranks: small whole numbers, whose sums are exact in every type."""
+        """The inputs of all ranks: small whole numbers, whose sums are exact in every type.
+
+        Args:
+            kind: The collective.
+            count: Elements of each tensor.
+            dtype: Their type.
+
+        Returns:
+            One tensor for each rank, the same on all ranks.
+        """
         found = []
         for rank in range(self.world):
             draw = torch.Generator(device=self.device).manual_seed(rank + 1)
@@ -65,13 +74,31 @@ class SelfTestRank:
         return torch.cat([part.view(self.world, -1)[self.rank] for part in parts])
 
     def cases(self, kind: str, dtypes: list[str], sizes: list[int]) -> Iterator[tuple[str, int]]:
-        """Types and sizes."""
+        """Types and sizes.
+
+        Args:
+            kind: The collective.
+            dtypes: Names of element types; large sizes are tried with the first alone.
+            sizes: Bytes.
+
+        Yields:
+            Each type with each size.
+        """
         for nbytes in sizes:
             for dtype in dtypes if nbytes <= ALL_DTYPES_UP_TO else dtypes[:1]:
                 yield dtype, nbytes
 
     def time_nccl(self, kind: str, source: torch.Tensor, target: torch.Tensor) -> float:
-        """How long NCCL takes for the same call; 0 where it cannot."""
+        """How long NCCL takes for the same call; 0 where it cannot.
+
+        Args:
+            kind: The collective.
+            source: This rank's input.
+            target: Its output; also the input where the collective works in place.
+
+        Returns:
+            Microseconds of the slowest rank.
+        """
         group = self.nccl
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: dist.all_reduce(target, group=group),
@@ -118,7 +145,18 @@ class SelfTestRank:
     def run_one(
         self, row: dict[str, Any], communicator: Any, source: torch.Tensor, target: torch.Tensor, want: torch.Tensor
     ) -> SelfTestRow:
-        """One algorithm: whether it is right, and its time."""
+        """One algorithm: whether it is right, and its time.
+
+        Args:
+            row: The fields of the row that are known: algorithm, collective, type, size.
+            communicator: A `GpuCommunicator` of all ranks.
+            source: This rank's input.
+            target: Its output.
+            want: What the output must be.
+
+        Returns:
+            The row.
+        """
         kind, in_place = row["collective"], row["collective"] in IN_PLACE
         try:
             given: dict[str, Any] = {"root": 0} if kind in ROOTED else {}

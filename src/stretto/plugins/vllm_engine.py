@@ -63,7 +63,7 @@ class StrettoUpdateInfo(UpdateBase):  # type: ignore[misc]
 
 
 class StrettoWeightTransferEngine(WorkerBase):  # type: ignore[misc]
-    """A worker's side."""
+    """Receives weights in a worker of vLLM."""
 
     init_info_cls = StrettoInitInfo
     update_info_cls = StrettoUpdateInfo

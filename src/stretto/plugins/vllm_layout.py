@@ -77,7 +77,16 @@ def guess(
 
 
 def without(layout: WorkerLayout, names: Sequence[str], tensors: Sequence[CheckpointTensor]) -> WorkerLayout:
-    """The layout in which these parameters are left to the loader."""
+    """The layout in which these parameters are left to the loader.
+
+    Args:
+        layout: The layout.
+        names: Parameters that are not written in place.
+        tensors: The tensors of the checkpoint.
+
+    Returns:
+        The layout of what is left.
+    """
     kept = {name: part for name, part in layout.direct.items() if name not in names}
     return _layout(tensors, kept, {name: layout.rules[name] for name in kept})
 

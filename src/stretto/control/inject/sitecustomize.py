@@ -23,7 +23,7 @@ class Finder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec of the target with our loader around its own."""
+        """The spec of the target with our loader around its own; see `importlib.abc.MetaPathFinder`."""
         if name != TARGET:
             return None
         sys.meta_path.remove(self)
@@ -40,7 +40,7 @@ class Arming(Loader):
         self.inner = inner
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """As ever."""
+        """The module as its own loader makes it; see `importlib.abc.Loader`."""
         return self.inner.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:

@@ -56,7 +56,13 @@ class GpuTimes:
         return event
 
     def put(self, event: Any, into: Any, *names: str) -> None:
-        """Write a moment to attributes of an object, later."""
+        """Write a moment to attributes of an object, later.
+
+        Args:
+            event: A recorded CUDA event.
+            into: The object.
+            *names: Its attributes.
+        """
         self._pending.append((event, into, names))
 
     def resolve(self) -> None:

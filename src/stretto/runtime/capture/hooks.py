@@ -226,7 +226,13 @@ class Hooks:
             self._mark(TimedStep(step=ThreadStep(what="phase", phase=phase), enter_us=at, leave_us=at))
 
     def waited(self, call: RecordedCall, entered_us: float, left_us: float) -> None:
-        """Note that the application waited for an op, if it is the first time."""
+        """Note that the application waited for an op, if it is the first time.
+
+        Args:
+            call: The call whose work was waited for.
+            entered_us: When the application entered ``wait()``.
+            left_us: When it came back.
+        """
         if call.on_gpu and self.gpu is not None:
             self.waited_on_gpu(call, self.gpu, self.gpu.here())
         if call.waited:
@@ -243,7 +249,13 @@ class Hooks:
             marks.append(TimedStep(step=step, enter_us=entered_us, leave_us=left_us))
 
     def waited_on_gpu(self, call: RecordedCall, gpu: GpuTimes, reached: Any) -> None:
-        """Note that the application's stream waits for an op from the moment that was `reached`."""
+        """Note that the application's stream waits for an op from the moment that was `reached`.
+
+        Args:
+            call: The call whose work is waited for.
+            gpu: The clock of the GPU's events.
+            reached: The event at which the application's stream began to wait.
+        """
         if call.waited:
             return
         call.waited = True

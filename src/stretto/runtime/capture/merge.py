@@ -62,7 +62,21 @@ class _Match:
 def merge(
     traces: Sequence[RankRecording], offsets_us: Sequence[float], *, name: str, samples: float, notes: tuple[str, ...]
 ) -> Workload:
-    """The workload; the same on every rank that merges the same traces."""
+    """The workload; the same on every rank that merges the same traces.
+
+    Args:
+        traces: The recording of every rank, by rank.
+        offsets_us: What to add to each rank's times, so that all clocks agree.
+        name: The name of the workload.
+        samples: What all ranks together train on in an iteration.
+        notes: What was assumed, for readers.
+
+    Returns:
+        The step.
+
+    Raises:
+        InvalidInput: The ranks do not do the same in the same order.
+    """
     matches = _matches(traces)
     classes = _classes(traces)
     nodes, node_of, order = _built(classes, matches, traces, offsets_us)

@@ -46,6 +46,17 @@ def capture(
     tensors as well, and times are those of the GPU, by events in its streams.
 
     Raises `InvalidInput` on every rank when the iterations, or the ranks, do not do the same in the same order.
+
+    Args:
+        iterations: How many are recorded.
+        skip: How many are left out before.
+        name: The name of the workload.
+        samples: What all ranks together train on in an iteration.
+        only_ours: Record calls of the backend `stretto` alone.
+        gpu: Record calls on CUDA tensors, too.
+
+    Returns:
+        The recorder: a context manager with `step()`, and `workload` after the block.
     """
     return Recorder(iterations=iterations, skip=skip, name=name, samples=samples, only_ours=only_ours, gpu=gpu)
 

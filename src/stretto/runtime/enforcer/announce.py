@@ -42,6 +42,15 @@ class Stray(msgspec.Struct, frozen=True, kw_only=True):
         """Why this rank cannot join in, given the calls that it has `seen` here itself; empty where it may still.
 
         `past`: whether it has gone past this place.
+
+        Args:
+            iteration: The iteration that this rank is in.
+            rank: This rank.
+            seen: This rank's calls before the iteration, by the ranks of their group.
+            past: Whether this rank has gone past the place.
+
+        Returns:
+            The reason, or an empty text.
         """
         if self.rank == rank or self.iteration != iteration or rank not in self.ranks:
             return ""
@@ -65,7 +74,14 @@ class Announcements:
         self._prefix = f"{PREFIX}/{self.generation}"
 
     def announce(self, number: int, stay: int, place: Place, why: str) -> None:
-        """This rank gives up a plan at a place."""
+        """This rank gives up a plan at a place.
+
+        Args:
+            number: The plan.
+            stay: Which activation of the plan it is.
+            place: Iteration and op.
+            why: The reason, for people.
+        """
         notice = Notice(iteration=place[0], op=place[1], rank=self._rank, why=why)
         self._append(f"{number}.{stay}", msgspec.json.encode(notice))
 
@@ -76,7 +92,17 @@ class Announcements:
         return None if first is None else ((first.iteration, first.op), first.rank, first.why)
 
     def hopeless(self, number: int, stay: int, place: Place, op: str) -> str:
-        """Why an op at a place never ends: another rank gave up the plan before it. Then nothing can; empty else."""
+        """Why an op at a place never ends: another rank gave up the plan before it. Then nothing can; empty else.
+
+        Args:
+            number: The plan.
+            stay: Which activation of the plan it is.
+            place: Iteration and op.
+            op: The name of the op.
+
+        Returns:
+            The reason, or an empty text.
+        """
         found = self.look(number, stay)
         if found is None or found[0] > place or found[1] == self._rank:
             return ""
@@ -95,12 +121,18 @@ class Announcements:
         return [msgspec.json.decode(one, type=typed(Stray)) for one in self._all(f"{number}/strays/{iteration}")]
 
     def end(self, number: int, stay: int, why: str) -> None:
-        """Nothing can bring ranks together again; the first reason stays."""
+        """Nothing can bring ranks together again; the first reason stays.
+
+        Args:
+            number: The plan.
+            stay: Which activation of the plan it is.
+            why: The reason, for people.
+        """
         if not self.ended(number, stay):
             self._append(f"{number}.{stay}/end", f"{why} (found by rank {self._rank})".encode())
 
     def ended(self, number: int, stay: int) -> str:
-        """Why not, if so."""
+        """Why nothing can bring the ranks of a plan together again; empty where nothing was said."""
         return next((one.decode() for one in self._all(f"{number}.{stay}/end")), "")
 
     def _append(self, key: str, value: bytes) -> None:

@@ -104,7 +104,16 @@ class Programs:
         return len(self._known)
 
     def find(self, key: tuple[object, ...], brought: Program | None, make: Callable[[], Program]) -> Program:
-        """The program of a `key` where the plan has `brought` this one along; made where it is not known."""
+        """The program of a `key` where the plan has `brought` this one along; made where it is not known.
+
+        Args:
+            key: What the program depends on.
+            brought: The program that the plan brings along, if it does.
+            make: Makes the program.
+
+        Returns:
+            The program.
+        """
         full = (id(brought), *key)
         with self._lock:
             found = self._known.pop(full, None)
@@ -119,7 +128,21 @@ class Programs:
 
 
 def bind_op(rank_op: RankOp, rank: int, elements: int, cluster: Cluster | None, programs: Programs | None) -> OpBinding:
-    """The tasks of an op whose larger buffer has so many elements; raises `PlanMismatch` where a program is missing."""
+    """The tasks of an op whose larger buffer has so many elements; raises `PlanMismatch` where a program is missing.
+
+    Args:
+        rank_op: The op as this rank takes part in it.
+        rank: This rank.
+        elements: Elements of the op's larger buffer.
+        cluster: The cluster that programs are made for; None: the library's own order of ranks.
+        programs: The programs that are known, to be found again; None where no programs are run.
+
+    Returns:
+        What each motif reads and writes.
+
+    Raises:
+        PlanMismatch: A program is missing.
+    """
     whole = rank_op.whole
     blocks = len(whole.ranks) if whole.kind == "AA" else 1
     scale = (elements // blocks, whole.size)
@@ -240,7 +263,21 @@ def _padded(pieces: Sequence[Piece], share: int, gap: int) -> list[Piece]:
 
 
 def program_of(rank_motif: RankMotif, leaf: Motif, cluster: Cluster | None, *, in_place: bool, even: bool) -> Program:
-    """The program of a motif's algorithm over its ranks, by position; cut as the motif is where shares are uneven."""
+    """The program of a motif's algorithm over its ranks, by position; cut as the motif is where shares are uneven.
+
+    Args:
+        rank_motif: The motif as this rank takes part in it.
+        leaf: The motif, scaled to the call.
+        cluster: The cluster that the program is made for; None: the library's own order of ranks.
+        in_place: Whether input and output are one buffer.
+        even: Whether all ranks have equal shares.
+
+    Returns:
+        The program, not yet lowered.
+
+    Raises:
+        PlanMismatch: There is no such program.
+    """
     kind = leaf.collective_kind
     root = leaf.ranks.index(leaf.root) if leaf.kind in ROOTED else 0
     given = _given(rank_motif, leaf, in_place=in_place)

@@ -23,6 +23,15 @@ def run(
 
     `nothing` is a tensor of no elements on the right device. With `in_place` the library scatters a sum into the
     memory that it reads, and leaves the rest of that as it is.
+
+    Args:
+        group: The communicator of gloo or NCCL.
+        leaf: The motif.
+        me: This rank's position in it.
+        staged: Where it reads and writes.
+        op: The reduction.
+        nothing: A tensor of no elements on the right device.
+        in_place: Whether a sum may be scattered into the memory that is read.
     """
     like = next((view[0] for view in (staged.source, staged.target) if view is not None), nothing)
     source, target = _tensor(staged.source, like), _tensor(staged.target, like)

@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 class PendingMaximum(Protocol):
-    """A maximum under way."""
+    """A maximum over all ranks that is being computed."""
 
     def over(self, timeout_s: float) -> bool:
         """Whether it has ended, well or not, within a time."""
@@ -177,7 +177,7 @@ class HostCarrier(ABC):
 
     @abstractmethod
     def load(self, number: int, rank_motif: RankMotif, binding: MotifBinding) -> CompiledMotif:
-        """Make a motif ready; see `Carrier.load`."""
+        """See `Carrier.load`."""
 
     @abstractmethod
     def start(
@@ -215,7 +215,7 @@ class HostCarrier(ABC):
         return PlannedWork(self._owner, self._sequencer, queued, submission, tensors)
 
     def check(self) -> None:
-        """Whoever waits is told."""
+        """Raise `PeerLost` where a rank is known to be gone."""
         return
 
     def read(self) -> None:

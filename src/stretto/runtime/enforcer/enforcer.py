@@ -141,7 +141,17 @@ class Enforcer:
     # The control plane.
 
     def prepare(self, plan: Plan, workload: Workload, number: int) -> None:
-        """Check a plan and make it ready beside the one that runs; raises `PlanMismatch` or `InvalidInput`."""
+        """Check a plan and make it ready beside the one that runs; raises `PlanMismatch` or `InvalidInput`.
+
+        Args:
+            plan: The plan.
+            workload: The step that it is for: the one that was captured here.
+            number: The plan's number, which all ranks agree on; higher ones are newer.
+
+        Raises:
+            PlanMismatch: The plan is for another step, another job, or needs what this carrier has not.
+            InvalidInput: The number is out of range.
+        """
         self._plans.prepare(plan, workload, number)
 
     def commit(self, number: int, hash: str) -> None:
@@ -223,7 +233,22 @@ class Enforcer:
     def take(
         self, group: Any, call: CollectiveCall, tensors: list[torch.Tensor], opts: Any, plain: Callable[..., GroupWork]
     ) -> dist.Work | None:
-        """Run a call as the plan says; None where it is to run as usual, as `plain` would."""
+        """Run a call as the plan says; None where it is to run as usual, as `plain` would.
+
+        Args:
+            group: The process group of the call.
+            call: The call.
+            tensors: The tensors that its future gives.
+            opts: PyTorch's options of the call.
+            plain: Runs the call as usual; ``plain(own=True)`` on the backend that the job asked for.
+
+        Returns:
+            The work that the application waits for.
+
+        Raises:
+            PlanMismatch: The call contradicts the plan, and ranks cannot go back to plain order together.
+            PeerLost: A rank is gone.
+        """
         if group.engine.job is not self._job:
             return None
         self._carrier.check()

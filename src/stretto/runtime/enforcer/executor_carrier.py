@@ -93,7 +93,7 @@ class ExecutorCarrier(HostCarrier):
         return super().submit(queued, compiled)
 
     def load(self, number: int, rank_motif: RankMotif, binding: MotifBinding) -> ExecutorMotif:
-        """Make a binding ready; a program that many motifs run is loaded once for each lane."""
+        """See `Carrier.load`; a program that many motifs run is loaded once for each lane."""
         assert binding.program is not None
         if rank_motif.lane >= LANES:
             raise PlanMismatch(f"the plan needs more than {LANES} communicators")
@@ -121,7 +121,7 @@ class ExecutorCarrier(HostCarrier):
     def start(
         self, loaded: CompiledMotif, staged: StagedBuffers, dtype: str, op: str, motif: QueuedMotif, *, blocking: bool
     ) -> ActiveMotif:
-        """Run it; its end is reported by a thread that sleeps in C++, if it is."""
+        """See `MotifRunner.start`; the end is reported by a thread that sleeps in C++."""
         assert isinstance(loaded, ExecutorMotif)
         if loaded.layout.binding.exchange is not None:
             return self._start_exchange(loaded, staged, motif, blocking)
@@ -132,7 +132,7 @@ class ExecutorCarrier(HostCarrier):
     def start_on(
         self, loaded: ExecutorMotif, tensor: torch.Tensor, dtype: str, op: str, motif: QueuedMotif, *, blocking: bool
     ) -> ActiveMotif:
-        """The same for a motif that works in place on a tensor without gaps."""
+        """See `MotifRunner.start`; for a motif that works in place on a tensor without gaps."""
         assert loaded.layout.place is not None
         _, read, _, written, _ = loaded.layout.place
         begin, size = tensor.data_ptr(), DTYPES[dtype]
@@ -273,7 +273,7 @@ class WholeSubmission(BaseSubmission):
         self._carrier.watch(motif)
 
     def moved(self, motif: QueuedMotif) -> None:
-        """It is where it belongs."""
+        """Copy the result to where the application expects it."""
         self._ran(motif)
 
     def over(self) -> None:

@@ -17,7 +17,7 @@ from ...process_state import STATE, ProcessPart
 
 
 class Waitable(Protocol):
-    """What is waited for."""
+    """A call that a future can wait for."""
 
     def wait(self) -> bool:
         """Block until it has ended."""

@@ -100,7 +100,7 @@ class GlooCarrier(HostCarrier):
         return engine.refusal(call) if engine.job.executor is not None else super().refusal(call, engine)
 
     def load(self, number: int, rank_motif: RankMotif, binding: MotifBinding) -> GlooMotif:
-        """Make a binding ready."""
+        """See `Carrier.load`; motifs of the same ranks and channels share a lane."""
         key = (number, rank_motif.channels, rank_motif.leaf.ranks)
         if key not in self._lanes:
             name = f"{number}/{'+'.join(rank_motif.channels)}/{','.join(map(str, rank_motif.leaf.ranks))}"
@@ -111,7 +111,7 @@ class GlooCarrier(HostCarrier):
     def start(
         self, loaded: CompiledMotif, staged: StagedBuffers, dtype: str, op: str, motif: QueuedMotif, *, blocking: bool
     ) -> ActiveMotif:
-        """Hand it to the lane's thread."""
+        """See `MotifRunner.start`; the thread of the lane runs it."""
         assert isinstance(loaded, GlooMotif)
 
         def move() -> None:
@@ -169,7 +169,18 @@ class GlooCarrier(HostCarrier):
 
 
 def communicator(store: Any, rank: int, size: int, interface: str, timeout: timedelta) -> Any:
-    """One of gloo's, bound to an interface; all its ranks make it together."""
+    """One of gloo's, bound to an interface; all its ranks make it together.
+
+    Args:
+        store: Where the ranks find each other; nobody else may use its keys.
+        rank: This rank's position.
+        size: The number of ranks.
+        interface: The network interface.
+        timeout: After which a call fails.
+
+    Returns:
+        The communicator.
+    """
     options = Gloo._Options()
     options._devices = [Gloo.create_device(interface=interface)]
     # With two threads, gloo may free the name of the operation that it ended last twice (see `backend._gloo_options`).
@@ -182,6 +193,14 @@ def compare_sizes(group: Any, ranks: Sequence[int], exchange: PeerRanges) -> Non
     """Raise `ProgramMismatch` on all ranks where two count on different sizes for what one of them sends to the other.
 
     gloo itself would end the receiver's process where it gets more than it expects, and say nothing where it gets less.
+
+    Args:
+        group: The communicator.
+        ranks: The job's ranks, by position.
+        exchange: What this rank sends to, and expects from, each rank.
+
+    Raises:
+        ProgramMismatch: Two ranks differ.
     """
     mine = torch.tensor([exchange.splits], dtype=torch.int64)
     everyone = torch.empty((len(ranks), *mine.shape[1:]), dtype=torch.int64)

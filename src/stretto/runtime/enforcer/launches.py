@@ -24,7 +24,16 @@ Launch = tuple[int, int, int, tuple[int, ...]]
 
 
 def check_launches(plan: Plan, workload: Workload, hosts: Sequence[str]) -> None:
-    """Raise `PlanMismatch` where no one order of launches suits all ranks."""
+    """Raise `PlanMismatch` where no one order of launches suits all ranks.
+
+    Args:
+        plan: The plan.
+        workload: The step that it is for.
+        hosts: The host of every rank.
+
+    Raises:
+        PlanMismatch: There is no such order.
+    """
     order: TopologicalSorter[Launch] = TopologicalSorter()
     for rank in range(workload.num_ranks):
         before: Launch | None = None

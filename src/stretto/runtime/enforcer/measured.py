@@ -106,7 +106,13 @@ class MeasuredWindow:
             self._had_plan = False
 
     def waited(self, queued: QueuedOp, begin_us: float, end_us: float) -> None:
-        """The application stood in ``wait()`` for an op: each motif is charged for what it was waited for."""
+        """The application stood in ``wait()`` for an op: each motif is charged for what it was waited for.
+
+        Args:
+            queued: The op.
+            begin_us: When the application entered ``wait()``.
+            end_us: When it came back.
+        """
         motifs = list(queued.motifs.values())
         if len(motifs) > 1:
             motifs.sort(key=_end_us)
@@ -119,7 +125,14 @@ class MeasuredWindow:
                 at = max(at, until)
 
     def spent(self, queued: QueuedOp, motif: int, start_us: float, end_us: float) -> None:
-        """A motif ran from one moment to another."""
+        """A motif ran from one moment to another.
+
+        Args:
+            queued: The op.
+            motif: The number of the motif in it.
+            start_us: When the motif began to move.
+            end_us: When it had ended.
+        """
         with self._lock:
             one = self._of(queued, motif)
             one.durations.append(end_us - start_us)

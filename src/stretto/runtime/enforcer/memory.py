@@ -74,7 +74,7 @@ class Pool(ProcessPart):
         return torch.empty(size, dtype=dtype)
 
     def give(self, tensor: torch.Tensor) -> None:
-        """It is not used any more."""
+        """Take back memory that is not used any more."""
         key = (tensor.dtype, tensor.numel())
         with self._lock:
             self._free[key] = [*self._free.pop(key, []), tensor]
@@ -109,7 +109,17 @@ class StagedBuffers:
 
 
 def stage(layout: RowLayout, regions: Regions, dtype: torch.dtype, pool: Pool) -> StagedBuffers:
-    """The views for a program; what does not lie in one piece is copied first."""
+    """The views for a program; what does not lie in one piece is copied first.
+
+    Args:
+        layout: The rows that the motif reads and writes.
+        regions: The memory of the op: input, output, scratch.
+        dtype: The element type.
+        pool: Where scratch memory comes from.
+
+    Returns:
+        Source and target, each in one piece.
+    """
     if layout.place is not None:
         region, begin, end, at, until = layout.place
         tensor = regions[region]

@@ -74,7 +74,7 @@ class MessageSubmission(BaseSubmission):
             self._lines.sequencer.ended(motif)
 
     def start(self, motif: QueuedMotif) -> ActiveMotif | None:
-        """Its turn has come."""
+        """Run the message: its turn in the plan's order has come."""
         self.begin()
         with self._lock:
             if self._over.is_set():
@@ -86,7 +86,7 @@ class MessageSubmission(BaseSubmission):
         """Every end is reported."""
 
     def moved(self, motif: QueuedMotif) -> None:
-        """It is where it belongs."""
+        """Do nothing: a message has no result to copy."""
         self._ran(motif)
 
     def over(self) -> None:
@@ -222,7 +222,7 @@ class MessageLines:
                 self._pass(active, iteration + 1, number)
 
     def forget(self) -> None:
-        """Another plan begins."""
+        """Forget the messages of the last plan."""
         self._counts.clear()
 
     def pass_by(self, queued: QueuedOp) -> None:

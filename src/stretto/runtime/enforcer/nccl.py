@@ -140,7 +140,7 @@ class NcclCarrier:
         return f"no avg of {tensor.dtype}" if call.reduce == "avg" and not tensor.is_floating_point() else ""
 
     def load(self, number: int, rank_motif: RankMotif, binding: MotifBinding) -> NcclMotif:
-        """Make a binding ready; a new communicator connects here, so that no iteration stands still for it."""
+        """See `Carrier.load`; a new communicator connects here, so that no iteration stands still for it."""
         key = (rank_motif.channels, rank_motif.leaf.ranks)
         if key not in self._lanes:
             self._lanes[key] = self._made(
@@ -167,10 +167,7 @@ class NcclCarrier:
 
     @contextlib.contextmanager
     def turn(self, loaded: CompiledMotif, motif: QueuedMotif, after: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
-        """What runs inside goes to the lane's stream, behind `after` and behind what its channels hold.
-
-        Brief motifs do not wait for each other. Gives the events of the begin and of the end.
-        """
+        """See `StreamCarrier.turn`; a motif also runs behind what its channels hold, unless both are brief."""
         assert isinstance(loaded, NcclMotif)
         lane, brief = loaded.lane, motif.rank_motif.brief
         begin, end = event_of(timing=True), event_of(timing=True)
@@ -193,7 +190,7 @@ class NcclCarrier:
     def start(
         self, loaded: CompiledMotif, staged: StagedBuffers, dtype: str, op: str, motif: QueuedMotif, *, blocking: bool
     ) -> ActiveMotif:
-        """Give it to the current stream: inside `turn`."""
+        """See `MotifRunner.start`; inside `turn`, on the current stream."""
         assert isinstance(loaded, NcclMotif)
         me = loaded.leaf.ranks.index(self._rank)
         run(loaded.lane.group, loaded.leaf, me, staged, op, nothing=self._nothing, in_place=True)
@@ -219,7 +216,7 @@ class NcclCarrier:
         """It has ended as soon as it is started."""
 
     def agree(self, values: Sequence[int]) -> PendingMaximum:
-        """On the host."""
+        """The maximum over all ranks, computed on the host."""
         return GlooMaximum(self._control, values)
 
     def unload(self, number: int) -> None:

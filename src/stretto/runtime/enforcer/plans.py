@@ -55,7 +55,17 @@ class Plans:
     # The control plane.
 
     def prepare(self, plan: Plan, workload: Workload, number: int) -> None:
-        """Check a plan and make it ready beside the one that runs; raises `PlanMismatch` or `InvalidInput`."""
+        """Check a plan and make it ready beside the one that runs; raises `PlanMismatch` or `InvalidInput`.
+
+        Args:
+            plan: The plan.
+            workload: The step that it is for.
+            number: The plan's number.
+
+        Raises:
+            PlanMismatch: The plan is for another step, or needs what this carrier has not.
+            InvalidInput: The number is out of range.
+        """
         size = len(self._hosts)
         if not 1 <= number <= MAX_NUMBER:
             raise InvalidInput(f"number: must be 1..{MAX_NUMBER}, not {number}")

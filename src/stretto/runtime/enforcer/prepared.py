@@ -59,12 +59,30 @@ class ExpectedOps:
         return not self.refusal(0, call, ranks)
 
     def differs_in_size(self, at: int, call: CollectiveCall, ranks: Sequence[int]) -> bool:
-        """Whether a call that is refused is what comes next but for its size."""
+        """Whether a call that is refused is what comes next but for its size.
+
+        Args:
+            at: The position in the step of the op that comes next.
+            call: The call.
+            ranks: The ranks of its group.
+
+        Returns:
+            True where only the size differs.
+        """
         _, op, group = self.ops[at]
         return call.op == op.kind and tuple(ranks) == group and (op.kind not in ROOTED or call.root == op.root)
 
     def refusal(self, at: int, call: CollectiveCall, ranks: Sequence[int]) -> str:
-        """How a call differs from what comes next; empty where it does not."""
+        """How a call differs from what comes next; empty where it does not.
+
+        Args:
+            at: The position in the step of the op that comes next.
+            call: The call.
+            ranks: The ranks of its group.
+
+        Returns:
+            The difference in words, or an empty text.
+        """
         if at < len(self.ops) and call.splits is None and self._usual[at] == (call.op, call.nbytes, ranks):
             return ""
         if at >= len(self.ops):
@@ -85,7 +103,7 @@ class ExpectedOps:
 
     @staticmethod
     def said(call: CollectiveCall, ranks: Sequence[int]) -> str:
-        """A call in words."""
+        """A call in words, for errors."""
         splits = " with splits" if call.splits is not None else ""
         return f"{call.op}{splits} of {_nbytes(call, len(ranks))} bytes among ranks {_listed(ranks)}"
 
@@ -172,7 +190,16 @@ class PreparedPlan:
         return rank_op.op.at_most or straight
 
     def bound_splits(self, op: int, gives: tuple[int, ...], takes: tuple[int, ...]) -> CompiledOp:
-        """An all-to-all with splits: the bytes that go to, and come from, each rank. The last sizes are remembered."""
+        """An all-to-all with splits: the bytes that go to, and come from, each rank. The last sizes are remembered.
+
+        Args:
+            op: The op's number in the workload.
+            gives: Bytes to each rank.
+            takes: Bytes from each rank.
+
+        Returns:
+            The compiled op.
+        """
         last = self._last_split.get(op)
         if last is not None and last[:2] == (gives, takes):
             return last[2]

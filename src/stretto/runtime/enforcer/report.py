@@ -108,7 +108,17 @@ class DataPlane(Protocol):
     """What the control plane asks of a rank."""
 
     def prepare(self, plan: Plan, workload: Workload, number: int) -> None:
-        """Check a plan and make it ready beside the one that runs; raises `PlanMismatch` or `InvalidInput`."""
+        """Check a plan and make it ready beside the one that runs; raises `PlanMismatch` or `InvalidInput`.
+
+        Args:
+            plan: The plan.
+            workload: The step that it is for.
+            number: The plan's number, which all ranks agree on.
+
+        Raises:
+            PlanMismatch: The plan does not fit here.
+            InvalidInput: The number is out of range.
+        """
 
     def commit(self, number: int, hash: str) -> None:
         """All ranks are ready: the plan may become active at the next boundary where all know this."""
@@ -117,4 +127,4 @@ class DataPlane(Protocol):
         """Forget a prepared plan that is not active."""
 
     def report(self) -> EnforcerReport:
-        """How it goes."""
+        """What was measured since the plan began."""

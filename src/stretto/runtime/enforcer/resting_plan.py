@@ -53,7 +53,13 @@ class RestingPlan:
         return not self.back and (self._steps > PATIENCE or self._calls > max(MOST_STRAYS, most))
 
     def call(self, call: CollectiveCall, ranks: Sequence[int], *, marked: bool) -> None:
-        """The application calls something; what is not of the step may come between two iterations."""
+        """The application calls something; what is not of the step may come between two iterations.
+
+        Args:
+            call: The call.
+            ranks: The ranks of its group.
+            marked: Whether the script marks the ends of iterations itself.
+        """
         expected = self.plan.expected
         self._calls += 1
         if self._position == len(expected) and not marked:

@@ -43,7 +43,7 @@ def never() -> GroupWork:
 
 
 class ActiveMotif(Protocol):
-    """A motif under way."""
+    """A motif on the wire."""
 
     @property
     def done(self) -> bool:
@@ -55,7 +55,7 @@ class ActiveMotif(Protocol):
 
     @property
     def elapsed_us(self) -> float:
-        """How long it took."""
+        """Microseconds from start to end."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until it has ended; False when the time is up."""

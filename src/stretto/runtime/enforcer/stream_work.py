@@ -52,7 +52,16 @@ class StreamCarrier(MotifRunner, Protocol):
     def turn(
         self, loaded: CompiledMotif, motif: QueuedMotif, after: Sequence[Event]
     ) -> contextlib.AbstractContextManager[tuple[Event, Event]]:
-        """What runs inside goes to the motif's stream, behind these events; gives those of its begin and end."""
+        """What runs inside goes to the motif's stream, behind these events; gives those of its begin and end.
+
+        Args:
+            loaded: The motif as the carrier has loaded it.
+            motif: The motif in the order of the plan.
+            after: Events that it has to wait for.
+
+        Returns:
+            A context manager that gives the events of the motif's begin and end.
+        """
 
     def side(self) -> torch.cuda.Stream:
         """A stream for what comes behind the motifs of an op."""

@@ -32,10 +32,23 @@ class SubmissionOwner(Protocol):
         """What lies behind an error."""
 
     def waited(self, queued: QueuedOp, begin_us: float, end_us: float) -> None:
-        """The application stood in ``wait()``."""
+        """The application stood in ``wait()``.
+
+        Args:
+            queued: The op.
+            begin_us: When it entered ``wait()``.
+            end_us: When it came back.
+        """
 
     def spent(self, queued: QueuedOp, motif: int, start_us: float, end_us: float) -> None:
-        """A motif ran from one moment to another."""
+        """A motif ran from one moment to another.
+
+        Args:
+            queued: The op.
+            motif: The number of the motif in it.
+            start_us: When the motif began to move.
+            end_us: When it had ended.
+        """
 
 
 class BaseSubmission(ABC):
@@ -105,13 +118,13 @@ class PlaceSubmission(BaseSubmission):
         super().__init__(owner, queued, never)
 
     def start(self, motif: QueuedMotif) -> None:
-        """Over at once."""
+        """Do nothing: a motif without data ends at once."""
 
     def watch(self, motif: QueuedMotif) -> None:
         """It has ended already."""
 
     def moved(self, motif: QueuedMotif) -> None:
-        """Nothing has."""
+        """Do nothing: there is no data to copy."""
 
     def over(self) -> None:
         """There is nothing to do."""
@@ -126,7 +139,19 @@ class MotifRunner(Protocol):
     def start(
         self, loaded: CompiledMotif, staged: StagedBuffers, dtype: str, op: str, motif: QueuedMotif, *, blocking: bool
     ) -> ActiveMotif:
-        """Begin to move a motif; with `blocking` the caller waits at once."""
+        """Begin to move a motif; with `blocking` the caller waits at once.
+
+        Args:
+            loaded: The motif as the carrier has loaded it.
+            staged: Where it reads and writes.
+            dtype: The element type.
+            op: The reduction.
+            motif: The motif in the order of the plan; its end is reported with it.
+            blocking: Whether the caller waits at once.
+
+        Returns:
+            The motif on the wire.
+        """
 
     def watch(self, motif: QueuedMotif) -> None:
         """Report the end of a motif that was started without."""

@@ -248,6 +248,23 @@ class Executor:
         With `by_call` an all-to-all-v that goes straight from rank to rank is run by `start_pieces`, with sizes that
         come with each call: of the sizes that the program was made for it only matters which are zero, since between
         those pairs nothing is ever sent.
+
+        Args:
+            program: The program; one that is not lowered yet is lowered here.
+            ranks: The ranks of the job that take part. Default: all.
+            communicator: The number that they agree on.
+            channels: The network for each channel of the program. Default: in turn over all networks.
+            message_bytes: About the size of a slice. Default: by the size of the call.
+            first_number: The number of the first work.
+            by_call: Whether the sizes of the pieces come with each call.
+            networks: The network for messages between two ranks, whatever their channel.
+
+        Returns:
+            What `start` takes.
+
+        Raises:
+            InvalidInput: The program is for another number of ranks, or names a network that there is not.
+            VerificationError: The program is wrong.
         """
         lowered = lower(program) if isinstance(program, Program) else program
         lowered.verify()
@@ -316,6 +333,26 @@ class Executor:
         pass what owns the memory. With `blocking` the caller
         promises to wait at once: nothing is done before that, and nobody is woken for it. With `notify` its end is
         reported by `wait_any`.
+
+        Args:
+            handle: What `load` returned.
+            input: The address of the input.
+            output: The address of the output.
+            count: Elements of the larger of the rank's two buffers.
+            dtype: The element type.
+            op: The reduction.
+            timeout_s: After which the work fails. 0: the executor's own limit.
+            trace: Whether to note when every message began and ended.
+            blocking: Whether the caller waits at once.
+            notify: Whether `wait_any` reports the end.
+            keep: What owns the memory; it is held until the work is waited for.
+
+        Returns:
+            The work.
+
+        Raises:
+            PeerLost: A rank is gone.
+            InvalidInput: The program does not take so many elements, this type or this reduction.
         """
         self._home.check()
         arguments = self._checked(handle, input, output, count, dtype, op)
@@ -400,6 +437,19 @@ class Executor:
         """Run a program several times without Python between; the microseconds of each.
 
         With a `fence` (an all-reduce of the same ranks) every run begins when all ranks have come to it.
+
+        Args:
+            handle: What `load` returned.
+            input: The address of the input.
+            output: The address of the output.
+            count: Elements of the larger of the rank's two buffers.
+            dtype: The element type.
+            op: The reduction.
+            times: How often.
+            fence: An all-reduce of the same ranks that stands before each run.
+
+        Returns:
+            Microseconds, one for each run.
         """
         self._home.check()
         arguments = self._checked(handle, input, output, count, dtype, op)

@@ -76,7 +76,25 @@ def join(
     timeout_s: float,
     watch: Callable[[], None],
 ) -> JoinedDescriptors:
-    """Connect every two ranks, prove to each other that both know the token, and share descriptors inside a host."""
+    """Connect every two ranks, prove to each other that both know the token, and share descriptors inside a host.
+
+    Args:
+        rank: This rank.
+        world: The number of ranks.
+        exchange: Gives every rank's bytes to all of them.
+        token: The secret of the job.
+        interface: The network interface that other hosts reach.
+        host: What tells this host from others.
+        segment: Makes the descriptor of this rank's shared memory.
+        timeout_s: How long to wait for all ranks.
+        watch: Called while waiting; raises where a rank is known to be gone.
+
+    Returns:
+        The descriptors of connections, memory and wake-ups.
+
+    Raises:
+        PeerLost: A rank did not come in time, or left.
+    """
     deadline = time.monotonic() + timeout_s
     joined = JoinedDescriptors(control=[-1] * world)
     with contextlib.ExitStack() as undo:

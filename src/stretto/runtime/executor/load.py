@@ -95,7 +95,16 @@ def _wanted(c: Collective) -> dict[int, set[int]]:
 
 
 def signature(x: Lowered, ranks: Sequence[int], message_bytes: int) -> int:
-    """Equal on ranks that run the same streams in the same way."""
+    """Equal on ranks that run the same streams in the same way.
+
+    Args:
+        x: The program.
+        ranks: The job's ranks that run it.
+        message_bytes: The size of a slice.
+
+    Returns:
+        A number of 64 bits.
+    """
     state = hashlib.sha256(f"{x.collective.digest} {tuple(ranks)} {message_bytes} {x.protocol}".encode())
     for key in ("scratch", "tb_rank", "tb_send", "tb_recv", "tb_channel", "tb_ptr", "op", "src_buf", "src_off",
                 "dst_buf", "dst_off", "count", "dep_tb", "dep_step"):  # fmt: skip
@@ -125,6 +134,19 @@ def tables(
     `me` is the rank inside the program, `ranks` says which rank of the job each of its ranks is, and
     ``wire(src, dst, channel)`` which network carries a connection, or `SHARED_MEMORY`. With `by_call` the sizes of
     the pieces come with each call, and chunks are numbered as this rank's inputs, then its outputs.
+
+    Args:
+        x: The program.
+        me: This rank's number in it.
+        ranks: The job's rank of each of its ranks.
+        communicator: The number that the ranks agree on.
+        wire: The network of a connection from its source, destination and channel.
+        message_bytes: The size of a slice.
+        first_number: The number of the first work.
+        by_call: Whether sizes come with each call.
+
+    Returns:
+        Arrays by name, as `_executor` takes them.
     """
     c = x.collective
     streams = InstructionStreams.of(x)

@@ -25,6 +25,18 @@ def measured_timeline(
 
     ``traces[r]`` is rank r's. Ranks of one host share a clock; for others ``clock_offset_ns[r]`` is what to subtract
     from rank r's times.
+
+    Args:
+        lowered: The program that ran.
+        traces: What each rank noted, by rank.
+        nbytes: The size of the call.
+        clock_offset_ns: What to subtract from each rank's times. Default: nothing.
+
+    Returns:
+        The timeline.
+
+    Raises:
+        InvalidInput: There is not one trace per rank.
     """
     if len(traces) != lowered.collective.num_ranks:
         raise InvalidInput(f"traces: must be {lowered.collective.num_ranks}, one per rank, not {len(traces)}")

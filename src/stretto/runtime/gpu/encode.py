@@ -77,14 +77,34 @@ def chunk_elements(collective: Collective, count: int, lane: int) -> NDArray[np.
 
 
 def block_count(fused: Fused, sizes: NDArray[np.int64], element: int, most: int) -> int:
-    """How many blocks a call takes: few threads in many blocks are faster than many in few."""
+    """How many blocks a call takes: few threads in many blocks are faster than many in few.
+
+    Args:
+        fused: The program.
+        sizes: Elements of each chunk.
+        element: Bytes of an element.
+        most: The most blocks that may run.
+
+    Returns:
+        From 1 to `most`.
+    """
     unit = BLOCK_VECTORS * (VECTOR_BYTES if fused.protocol == "simple" else 8)
     work = [sum(int(sizes[item.chunk]) for item in step.items) for stream in fused.steps for step in stream]
     return int(np.clip(-(-max(work, default=0) * element // unit), 1, most))
 
 
 def thread_count(fused: Fused, sizes: NDArray[np.int64], element: int, blocks: int) -> int:
-    """The threads of a block: no more than have work, since each that starts costs time."""
+    """The threads of a block: no more than have work, since each that starts costs time.
+
+    Args:
+        fused: The program.
+        sizes: Elements of each chunk.
+        element: Bytes of an element.
+        blocks: How many blocks share the work.
+
+    Returns:
+        A multiple of 64.
+    """
     unit = VECTOR_BYTES if fused.protocol == "simple" else 8
     work = max((sum(int(sizes[item.chunk]) for item in step.items) for s in fused.steps for step in s), default=0)
     vectors = -(-work * element // (unit * blocks))

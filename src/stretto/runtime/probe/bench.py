@@ -93,6 +93,19 @@ def runs(
     """What to time, size by size: of each motif the algorithms that the simulator thinks best; then pairs of those.
 
     `channels` are the networks of the job. The same on every rank.
+
+    Args:
+        cluster: The job's cluster.
+        channels: The networks of the job.
+        kinds: Collectives.
+        sizes: Bytes.
+        best: How many algorithms of each motif.
+
+    Returns:
+        Groups of cases, in the order in which they are timed; the same on every rank.
+
+    Raises:
+        InvalidInput: A collective or a size is out of range.
     """
     costs = SimulatedCosts(cluster)
     kinds, wanted = tuple(kinds), tuple(int(size) for size in sizes)
@@ -174,6 +187,21 @@ def bench(
     """Time what `runs` lists on all ranks of a job; a collective call with one result.
 
     `cluster` is the job's, as `probe` finds it: device r is rank r. When `budget_s` are over, the rest is left out.
+
+    Args:
+        executor: The job's executor.
+        cluster: The job's cluster: device r is rank r.
+        todo: What `runs` lists.
+        budget_s: After which the rest is left out.
+        timeout_s: After which one run fails.
+        advance: Called with the name of each group that is done.
+
+    Returns:
+        The measurements, the same on every rank.
+
+    Raises:
+        InvalidInput: The cluster is for another number of ranks.
+        PeerLost: A rank is gone.
     """
     if cluster.num_devices != executor.world_size:
         raise InvalidInput(

@@ -16,7 +16,16 @@ DIGITS = 4
 
 
 def build(found: ProbeFindings, *, name: str = "probed", notes: Iterable[str] = ()) -> Cluster:
-    """Device r is rank r; memory is a switch in every host, a channel an uplink per group of ranks and a switch."""
+    """Device r is rank r; memory is a switch in every host, a channel an uplink per group of ranks and a switch.
+
+    Args:
+        found: What was measured.
+        name: The name of the cluster.
+        notes: What was assumed.
+
+    Returns:
+        The cluster.
+    """
     return _Drawing(found).cluster(name, notes)
 
 

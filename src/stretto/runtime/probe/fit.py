@@ -56,6 +56,14 @@ def bounded_line(nbytes: Sequence[float], times_us: ArrayLike, most_offset: floa
     >>> noisy = [[29_000.0], [62_000.0], [80_000.0]]
     >>> round(fit_line([1e6, 2e6, 4e6], noisy).gb_per_s, 3), round(bounded_line([1e6, 2e6, 4e6], noisy).gb_per_s, 3)
     (0.063, 0.052)
+
+    Args:
+        nbytes: The sizes of the flows.
+        times_us: Their times, one row for each size.
+        most_offset: The share of the longest time that the offset may have.
+
+    Returns:
+        The line.
     """
     fit = fit_line(nbytes, times_us)
     sizes = np.asarray(nbytes, np.float64)
@@ -75,6 +83,15 @@ def per_hop_us(few: int, few_us: ArrayLike, many: int, many_us: ArrayLike) -> fl
 
     >>> round(per_hop_us(2, [130, 120], 10, [520, 700]), 6)
     50.0
+
+    Args:
+        few: A small number of messages.
+        few_us: Times of these.
+        many: A larger number.
+        many_us: Times of those.
+
+    Returns:
+        Microseconds of one.
     """
     low, high = float(np.min(few_us)), float(np.min(many_us))
     return max((high - low) / (many - few), 0.0) or high / many

@@ -55,6 +55,14 @@ def match(cluster: Cluster, known: Cluster, tolerance: float = TOLERANCE) -> Mat
     >>> pair = Cluster.preset("dgx2", nodes=2)
     >>> match(pair, pair).order == tuple(range(32))
     True
+
+    Args:
+        cluster: The cluster that was probed.
+        known: The cluster to compare with.
+        tolerance: By which share rates may differ.
+
+    Returns:
+        The numbering, or None.
     """
     count = cluster.num_devices
     if known.num_devices != count or known.num_hosts != cluster.num_hosts or count > MAX_RANKS:
@@ -122,7 +130,16 @@ def host_order(hosts: Sequence[int], ports: Sequence[Sequence[int]] = ()) -> tup
 
 
 def ring_us(cluster: Cluster, order: Sequence[int], nbytes: float = RING_BYTES) -> float:
-    """What a ring all-reduce in this order of ranks is predicted to take."""
+    """What a ring all-reduce in this order of ranks is predicted to take.
+
+    Args:
+        cluster: The cluster.
+        order: The ranks in the order of the ring.
+        nbytes: The size of the all-reduce.
+
+    Returns:
+        Microseconds.
+    """
     program = algorithm("ring", "all_reduce", tuple(order))
     return simulate(program, cluster, nbytes=nbytes).total_us
 

@@ -62,7 +62,17 @@ class LinkMeter(Protocol):
         ...
 
     def bounce(self, pairs: Sequence[tuple[int, int]], channel: str, hops: int, times: int) -> Floats:
-        """Small messages to and fro, an even number of `hops` one after another, all pairs at once: microseconds."""
+        """Small messages to and fro, an even number of `hops` one after another, all pairs at once: microseconds.
+
+        Args:
+            pairs: The pairs of ranks.
+            channel: The network.
+            hops: How many messages, an even number.
+            times: How often this is repeated.
+
+        Returns:
+            One row for each repetition, one column for each pair.
+        """
         ...
 
 
@@ -101,7 +111,7 @@ class JobMeter:
         return everyone
 
     def flows(self, flows: Sequence[ProbeFlow], times: int) -> Floats:
-        """See `LinkMeter`."""
+        """See `LinkMeter.bounce`."""
         sizes = [flow.nbytes for flow in flows]
         if not flows or min(sizes) < 1 or max(sizes) > MAX_FLOW_BYTES:
             raise InvalidInput(f"flows: each needs 1..{MAX_FLOW_BYTES} bytes, not {sizes}")
@@ -136,7 +146,7 @@ class JobMeter:
         return np.stack([everyone[flow.src] for flow in flows], 1)
 
     def bounce(self, pairs: Sequence[tuple[int, int]], channel: str, hops: int, times: int) -> Floats:
-        """See `LinkMeter`."""
+        """See `LinkMeter.bounce`."""
         key = (tuple(pairs), channel, hops)
         if key not in self._loaded:
             self._loaded[key] = self._load(bouncing(self._size, pairs, hops), channel)
@@ -193,7 +203,16 @@ class JobMeter:
 
 
 def bouncing(size: int, pairs: Sequence[tuple[int, int]], hops: int) -> Program:
-    """A program in which a message goes `hops` times between the ranks of each pair."""
+    """A program in which a message goes `hops` times between the ranks of each pair.
+
+    Args:
+        size: The number of ranks.
+        pairs: The pairs, all at once.
+        hops: How often a message goes.
+
+    Returns:
+        The program.
+    """
     rows = [
         (step, *(pair if step % 2 == 0 else pair[::-1]), at) for step in range(hops) for at, pair in enumerate(pairs)
     ]

@@ -62,7 +62,7 @@ class ProbeResult:
         return self.ring_us / self.renumbered_ring_us if self.renumbered_ring_us else 1.0
 
     def lines(self) -> list[str]:
-        """What to tell a person."""
+        """The findings as lines for a terminal."""
         said = [f"{self.cluster!r}"[1:-1] + f", measured in {self.seconds:.1f} s"]
         said += [f"host {at}: ranks {_ranks(ranks)}" for at, ranks in enumerate(self.found.hosts)]
         memory = self.found.memory
@@ -106,6 +106,22 @@ def probe(
     `job` is an `Executor`, or a process group of the ``stretto`` backend (the whole job is then measured). `known` is
     a cluster to compare with; else the presets are. It takes some seconds, in which nothing else should run; a rank
     that is lost meanwhile ends it in `PeerLost`.
+
+    Args:
+        job: An `Executor`, or a process group of the backend `stretto`.
+        channels: The networks to measure. Default: all.
+        known: The cluster to compare with. Default: the presets.
+        name: The name of the cluster.
+        timeout_s: After which one measurement fails.
+        communicator: A communicator's number that nobody uses.
+        advance: Called with the name of each part that is done.
+
+    Returns:
+        The cluster, and how ranks are best numbered.
+
+    Raises:
+        InvalidInput: The job has one rank, or no executor.
+        PeerLost: A rank is gone.
     """
     executor = job if isinstance(job, Executor) else _executor_of(job)
     if executor.world_size < 2:
@@ -120,7 +136,17 @@ def probe(
 def conclude(
     found: ProbeFindings, *, known: Cluster | None = None, name: str = "probed", seconds: float = 0.0
 ) -> ProbeResult:
-    """What follows from the measurements: a cluster, its dimensions, what it is known as, and how to number ranks."""
+    """What follows from the measurements: a cluster, its dimensions, what it is known as, and how to number ranks.
+
+    Args:
+        found: The measurements.
+        known: The cluster to compare with. Default: the presets.
+        name: The name of the cluster.
+        seconds: How long it took.
+
+    Returns:
+        The result.
+    """
     cluster = build(found, name=name)
     one = match_presets(cluster) if known is None else match(cluster, known)
     count = cluster.num_devices

@@ -100,7 +100,10 @@ def create(options: Any, _: object = None) -> StrettoGroup:
 
 @with_older_names
 class StrettoGroup(Base):  # type: ignore[misc]
-    """One communicator."""
+    """One communicator: the process group that `torch.distributed` calls.
+
+    Methods, parameters and results are those of PyTorch's `ProcessGroup`, whichever version calls them.
+    """
 
     def __init__(
         self, *, store: Any, rank: int, size: int, timeout: timedelta, name: str, devices: Sequence[int],
@@ -323,7 +326,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
     # Point to point.
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> dist.Work:
-        """To one rank."""
+        """Send tensors to one rank."""
         call, args = CollectiveCall.of("send", tensors), (tensors, dst, tag)
         return self._watched(
             call,
@@ -333,7 +336,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         )
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> dist.Work:
-        """From one rank."""
+        """Receive tensors from one rank."""
         call, args = CollectiveCall.of("recv", tensors), (tensors, src, tag)
         return self._watched(
             call,
@@ -359,7 +362,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         return plain()
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
-        """From whoever sends."""
+        """Receive tensors from whichever rank sends first."""
         return self._delegate(
             CollectiveCall.of("recv", tensors), "recv_anysource", (tensors, tag), tensors, why=POINT_TO_POINT
         )
@@ -380,7 +383,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
             backend._set_default_timeout(timeout)
 
     def shutdown(self) -> None:
-        """End what runs."""
+        """Wait for what runs, then end."""
         self.engine.close()
         if self._home.left:
             return
@@ -389,7 +392,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
             backend.shutdown()
 
     def abort(self) -> None:
-        """End what runs, now."""
+        """End at once; calls that run fail."""
         self.engine.close()
         if self._home.left:
             return

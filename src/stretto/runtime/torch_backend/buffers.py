@@ -54,7 +54,19 @@ class CollectiveCall:
         cls, op: str, inputs: Tensors, *, outputs: Tensors | None = None, reduce: Any = None, root: int = 0,
         splits: Splits | None = None,
     ) -> CollectiveCall:  # fmt: skip
-        """Without `outputs` the inputs are overwritten."""
+        """Without `outputs` the inputs are overwritten.
+
+        Args:
+            op: The collective.
+            inputs: Its input tensors.
+            outputs: Its output tensors.
+            reduce: PyTorch's reduction.
+            root: The root's position in the group.
+            splits: Sizes that differ between ranks.
+
+        Returns:
+            The call.
+        """
         targets = inputs if outputs is None else outputs
         first = next(iter([*inputs, *targets]), None)
         return cls(
@@ -77,11 +89,22 @@ class CollectiveCall:
         return self if self.splits is not None else replace(self, splits=Splits())
 
     def joined(self, calls: list[CollectiveCall]) -> CollectiveCall:
-        """This and others as one."""
+        """Several calls as one, for `_coalescing_manager`."""
         return replace(self, nbytes=sum(call.nbytes for call in calls))
 
     def choice(self, group: str, *, backend: str, why: str, nbytes: int, pick: ProgramPick | None = None) -> Choice:
-        """What was decided about it, for the ledger."""
+        """What was decided about it, for the ledger.
+
+        Args:
+            group: The name of the group.
+            backend: Who runs the call.
+            why: The reason.
+            nbytes: The size.
+            pick: The program, where one of ours runs it.
+
+        Returns:
+            The entry.
+        """
         first = next(iter([*self.inputs, *self.outputs]), None)
         return Choice(
             op=self.op,
@@ -135,7 +158,7 @@ class Buffers:
     """Of an all-to-all with splits: the bytes that go to, and come from, each rank, one behind the other."""
 
     def addresses(self, handle: LoadedProgram) -> tuple[int, int]:
-        """Of input and output."""
+        """The addresses of input and output."""
         output = 0 if self.target is None else self.target.data_ptr()
         if self.in_place:
             shift = handle.place_elements(self.count)
@@ -168,7 +191,17 @@ class Buffers:
 
 
 def lay_out(call: CollectiveCall, kind: str, rank: int, size: int) -> Buffers | None:
-    """The buffers of a call; None where its tensors do not fit together."""
+    """The buffers of a call; None where its tensors do not fit together.
+
+    Args:
+        call: The call.
+        kind: The collective that it is run as.
+        rank: This rank's position in the group.
+        size: The number of ranks.
+
+    Returns:
+        The buffers, or None.
+    """
     if call.op == "barrier":
         # Nothing is moved: inside a host it is over as soon as all ranks have announced it.
         return Buffers(source=None, target=None, count=0, dtype="int32", nbytes=4, in_place=True)
@@ -319,7 +352,16 @@ def _bytes(flat: torch.Tensor) -> torch.Tensor:
 
 
 def pieces_fit(pieces: Tensors, like: torch.Tensor, size: int) -> bool:
-    """Whether these are `size` pieces, or one tensor, for shards like this one."""
+    """Whether these are `size` pieces, or one tensor, for shards like this one.
+
+    Args:
+        pieces: The tensors.
+        like: One shard.
+        size: The number of ranks.
+
+    Returns:
+        True where they fit.
+    """
     if any(piece.dtype != like.dtype for piece in pieces):
         return False
     if len(pieces) == 1:

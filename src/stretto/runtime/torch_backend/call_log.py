@@ -45,7 +45,13 @@ class GroupLog:
         self.recent: deque[LoggedCall] = deque(maxlen=KEPT)
 
     def note(self, op: str, nbytes: int, root: int = NO_ROOT) -> None:
-        """A call begins."""
+        """A call begins.
+
+        Args:
+            op: The collective.
+            nbytes: Its size.
+            root: Its root, if it has one.
+        """
         self.calls += 1
         place = caller(sys._getframe(1))
         self.recent.append(LoggedCall(number=self.calls, op=op, nbytes=nbytes, root=root, place=place))
@@ -63,7 +69,7 @@ class CallLog(ProcessPart):
         self.groups = {}
 
     def after_fork(self) -> None:
-        """A child calls nothing."""
+        """Forget the calls of the parent in a forked child."""
         self.on = False
 
     def note(self, name: str, ranks: Sequence[int], op: str, args: Sequence[Any]) -> None:

@@ -47,7 +47,14 @@ class Clock(Generic[Topic]):
         self._anchor_us = now_us()
 
     def note(self, begin: Event, end: Event, then: Callable[[float, float], object], about: Topic) -> None:
-        """Call `then` with both moments, some time after the second one."""
+        """Call `then` with both moments, some time after the second one.
+
+        Args:
+            begin: The first event.
+            end: The second event.
+            then: What to call, on a thread of the clock's.
+            about: What the note is of; notes of a topic can be waited for.
+        """
         self._notes.append((begin, end, then, about, time.monotonic()))
 
     def overdue(self, limit_s: float) -> Topic | None:

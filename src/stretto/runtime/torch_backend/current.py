@@ -23,10 +23,31 @@ class Enforces(Protocol):
         """Run a call as the plan says; None where it is to run as usual, as `plain` would.
 
         ``plain(own=True)`` runs it on the backend that the job asked for, ``plain(own=False)`` on ours.
+
+        Args:
+            group: The process group of the call.
+            call: The call.
+            tensors: The tensors that its future gives.
+            opts: PyTorch's options of the call.
+            plain: Runs the call as usual.
+
+        Returns:
+            The work, or None.
         """
 
     def message(self, group: Any, call: Any, source: int, target: int, plain: Callable[[], Any]) -> Any:
-        """Run a message between two ranks of a group in its turn; None where it is to run at once."""
+        """Run a message between two ranks of a group in its turn; None where it is to run at once.
+
+        Args:
+            group: The process group.
+            call: The send or receive.
+            source: The sender's position in the group.
+            target: The receiver's.
+            plain: Runs the call at once.
+
+        Returns:
+            The work, or None.
+        """
 
     def pass_by(self, group: Any, call: Any) -> None:
         """A call that runs as usual in any case."""

@@ -107,7 +107,17 @@ class Engine:
         return ""
 
     def start(self, call: CollectiveCall, tensors: Tensors, opts: Any, *, alone: bool = True) -> GroupWork | str:
-        """Run a call, or say why not. One that is not `alone` is waited for together with others."""
+        """Run a call, or say why not. One that is not `alone` is waited for together with others.
+
+        Args:
+            call: The call.
+            tensors: The tensors that its future gives.
+            opts: PyTorch's options of the call.
+            alone: Whether it is waited for by itself.
+
+        Returns:
+            The work, or the reason why the wrapped backend has to run it.
+        """
         pick = None
         if call.op == "all_to_all" and call.splits is None and self.job.executor is not None:
             pick = self.selector.pick_exchange(call.nbytes)
@@ -250,7 +260,17 @@ class Job:
 
     @classmethod
     def join(cls, meeting: Meeting, cards: list[Card], devices: Sequence[int], timeout: timedelta) -> Job:
-        """All ranks of the group make an executor together, or none does."""
+        """All ranks of the group make an executor together, or none does.
+
+        Args:
+            meeting: Where the ranks meet.
+            cards: What each rank said of itself.
+            devices: The device of the cluster that each rank is.
+            timeout: How long to wait for all ranks.
+
+        Returns:
+            The job, with an executor or with the reason why it has none.
+        """
         without = next((card for card in cards if card.executor), None)
         if without is not None:
             return cls(None, f"rank {without.rank} has no executor: {without.executor}", devices)
@@ -310,7 +330,7 @@ class Job:
         return found[1] if found is not None else ""
 
     def leave(self, engine: Engine) -> None:
-        """A group is done."""
+        """Note that a group is destroyed; the last one ends the job."""
         self._in_use.discard(engine.communicator)
         if engine in self.engines:
             self.engines.remove(engine)

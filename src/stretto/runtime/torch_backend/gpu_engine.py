@@ -99,7 +99,16 @@ class GpuEngine:
         return ""
 
     def start(self, calls: Sequence[CollectiveCall], tensors: Tensors, opts: Any) -> GpuWork | str:
-        """Run calls as one, or say why not: the wrapped backend then runs all of them."""
+        """Run calls as one, or say why not: the wrapped backend then runs all of them.
+
+        Args:
+            calls: The calls.
+            tensors: The tensors that their future gives.
+            opts: PyTorch's options of the calls.
+
+        Returns:
+            The work, or the reason why the wrapped backend has to run them.
+        """
         why = next((reason for call in calls if (reason := self.refusal(call))), "")
         if why:
             return why

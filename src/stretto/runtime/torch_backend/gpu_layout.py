@@ -69,7 +69,16 @@ def gpu_refusal(call: CollectiveCall, size: int) -> str:
 
 
 def gpu_buffers(call: CollectiveCall, size: int, nothing: torch.Tensor) -> GpuBuffers | None:
-    """The memory of a call; None where its tensors do not fit together. A barrier reduces `nothing`."""
+    """The memory of a call; None where its tensors do not fit together. A barrier reduces `nothing`.
+
+    Args:
+        call: The call.
+        size: The number of ranks.
+        nothing: A tensor of no elements.
+
+    Returns:
+        The memory, or None.
+    """
     if call.op == "barrier":
         return GpuBuffers(source=nothing, target=nothing, reduce="sum")
     if call.op in ("all_reduce", "broadcast", "reduce"):

@@ -38,7 +38,16 @@ class GpuSelector:
         self._picks: dict[int, ProgramPick] = {}
 
     def pick(self, op: str, nbytes: int, root: int = 0) -> ProgramPick:
-        """The program for a call; the same for all sizes between two powers of two."""
+        """The program for a call; the same for all sizes between two powers of two.
+
+        Args:
+            op: The collective.
+            nbytes: Its size.
+            root: Its root, if it has one.
+
+        Returns:
+            The program and why.
+        """
         kind = "all_reduce" if op == "barrier" else op
         assert kind in KINDS
         usual = self._selector.pick(kind, nbytes, root=root, in_place=kind in IN_PLACE)

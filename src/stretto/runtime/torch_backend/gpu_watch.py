@@ -142,7 +142,7 @@ class GpuWatchdog(ProcessPart):
                 self._thread.start()
 
     def wake(self) -> None:
-        """Something is under way."""
+        """Wake the thread: a call was launched."""
         if not self._busy.is_set():
             self._busy.set()
 

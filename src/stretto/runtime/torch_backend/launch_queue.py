@@ -48,7 +48,16 @@ class LaunchQueue:
         self._waiting: deque[Launch] = deque()
 
     def make_room(self, stream: Any, blocks: int, capture: int) -> list[Launch]:
-        """Let a stream wait until so many blocks fit beside what was launched before; what it waits for."""
+        """Let a stream wait until so many blocks fit beside what was launched before; what it waits for.
+
+        Args:
+            stream: The stream that launches next.
+            blocks: How many blocks it will take.
+            capture: The number of the CUDA graph that is captured; 0: none.
+
+        Returns:
+            The launches that the stream now waits for.
+        """
         if capture:
             # A capture cannot wait for what is outside of it; its own launches are in the order of its streams.
             return []
@@ -67,7 +76,7 @@ class LaunchQueue:
         return waited
 
     def add(self, launch: Launch) -> None:
-        """A kernel was launched."""
+        """Note a kernel that was launched."""
         if not launch.capture:
             self._waiting.append(launch)
 

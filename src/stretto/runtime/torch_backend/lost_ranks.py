@@ -123,7 +123,16 @@ class LostRanks:
 
 
 def explain_meeting(error: Exception, meeting: Meeting, store: Any) -> Exception:
-    """The error of gloo's while a group is made as `PeerLost` that names a rank, where one can be named."""
+    """The error of gloo's while a group is made as `PeerLost` that names a rank, where one can be named.
+
+    Args:
+        error: The error of gloo's.
+        meeting: Where the ranks met.
+        store: The job's store.
+
+    Returns:
+        `PeerLost`, or the error itself.
+    """
     roll_call = GlooRollCall(store, meeting.rank, meeting.size)
     lost = meeting.known() or roll_call.told()
     if not lost:

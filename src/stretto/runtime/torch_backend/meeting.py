@@ -36,10 +36,10 @@ class Store(Protocol):
         """How long to wait for a value."""
 
     def set(self, key: str, value: str) -> None:
-        """Put a value."""
+        """Set a key of the store."""
 
     def get(self, key: str) -> bytes:
-        """Wait for a value."""
+        """Wait for a key of the store."""
 
     def check(self, keys: list[str]) -> bool:
         """Whether values are there."""
@@ -69,7 +69,18 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def card(rank: int, *, executor: str, rules: str, taken: int = 0, generation: int = 0) -> Card:
-    """This process's own."""
+    """The card of this process: what it tells the other ranks of itself.
+
+    Args:
+        rank: This rank.
+        executor: Why it has no executor; empty where it has one.
+        rules: The rules of selection that it was started with.
+        taken: The communicator numbers that it uses already, one bit each.
+        generation: How many jobs this process was in before.
+
+    Returns:
+        The card.
+    """
     return Card(
         rank=rank, host=host_key(), pid=os.getpid(), space=_space(), executor=executor, rules=rules,
         token=secrets.token_hex(16), taken=f"{taken:x}", generation=generation,

@@ -29,7 +29,7 @@ class OwnBackend(ProcessPart):
         return device == "cpu" or self.asked == "nccl"
 
     def job_ended(self) -> None:
-        """The next job asks anew."""
+        """Forget which backend the job asked for."""
         self.stand_in("")
 
 

@@ -21,5 +21,14 @@ def predict(lowered: Lowered, cluster: Cluster, *, nbytes: float, message_bytes:
     >>> ring = algorithm("ring", "all_gather", 4).lower()
     >>> round(predict(ring, four, nbytes=4e6, message_bytes=1 << 18).total_us)
     3012
+
+    Args:
+        lowered: The program.
+        cluster: The cluster.
+        nbytes: The size of the call.
+        message_bytes: The size of a slice.
+
+    Returns:
+        The times.
     """
     return run_priced(lowered, cluster, nbytes=nbytes, runtime=replace(PRESETS["executor"], slice_bytes=message_bytes))

@@ -66,6 +66,11 @@ class Ledger(ProcessPart):
         """Count a call; a delegated one is logged the first time for what is `said` (its op) and the reason.
 
         One rank of a group is `loud`: all would say the same.
+
+        Args:
+            choice: What was decided.
+            said: What is logged as delegated; empty: nothing.
+            loud: Whether this rank speaks for its group.
         """
         with self._lock:
             self._counts[choice] = self._counts.get(choice, 0) + 1
@@ -92,7 +97,7 @@ class Ledger(ProcessPart):
             return [replace(choice, calls=count) for choice, count in self._counts.items()]
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all choices."""
         with self._lock:
             self._counts.clear()
             self._last = None
@@ -118,7 +123,16 @@ class Recording:
         return self._timeline
 
     def start(self, name: str, stream: str, nbytes: int) -> Callable[[float | None], None]:
-        """A call begins; call what this returns when it has ended, with how long it took where that is known."""
+        """A call begins; call what this returns when it has ended, with how long it took where that is known.
+
+        Args:
+            name: The name of the span.
+            stream: The row that it is shown in.
+            nbytes: Its size.
+
+        Returns:
+            To be called at its end.
+        """
         begin_us, span = now_us(), self.expect(name, stream, nbytes)
 
         def ended(elapsed_us: float | None) -> None:

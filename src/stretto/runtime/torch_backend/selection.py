@@ -126,7 +126,17 @@ class Selector:
         return self.cluster or self._assumed
 
     def pick(self, kind: str, nbytes: int, *, root: int = 0, in_place: bool = False) -> ProgramPick:
-        """The program for a call; the same object for all sizes between two powers of two."""
+        """The program for a call; the same object for all sizes between two powers of two.
+
+        Args:
+            kind: The collective.
+            nbytes: Its size.
+            root: Its root, if it has one.
+            in_place: Whether input and output are one buffer.
+
+        Returns:
+            The program and why.
+        """
         scale = max(int(nbytes) - 1, SMALLEST_BYTES - 1).bit_length()
         key = (kind, scale, root if kind in ROOTED else 0, in_place)
         if key not in self._picks:

@@ -26,7 +26,7 @@ class SubmittedCall:
 
 
 class CallWatcher(Protocol):
-    """What a group tells."""
+    """What a recorder of calls is told by process groups."""
 
     def seen(self, what: SubmittedCall, run: Callable[[], Any]) -> Any:
         """A call comes; `run` runs it."""

@@ -70,7 +70,7 @@ class StartedProgram(Protocol):
 
     @property
     def elapsed_us(self) -> float:
-        """How long it took."""
+        """Microseconds from the call to its end."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until it is done; False when the time is up. Raises what went wrong."""
