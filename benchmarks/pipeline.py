@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from common import Row, run_cases
@@ -169,7 +170,8 @@ def real(quick: bool) -> list[Row]:
     ]  # fmt: skip
 
 
-PARTS = {"fig7": fig7, "fig9": fig9, "memory": memory, "search": searching, "real": real, "meshes": meshes}
+PARTS = {"fig7": fig7, "fig9": fig9, "memory": memory, "search": searching, "real": real,
+         "meshes 8": partial(meshes, ranks=8), "meshes 12": partial(meshes, ranks=12)}  # fmt: skip
 
 
 if __name__ == "__main__":

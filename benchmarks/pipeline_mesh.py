@@ -49,7 +49,7 @@ CASES: dict[str, tuple[str, tuple[tuple[int, int], ...]]] = {
     "GPT, (2,2) to (4,1) to (1,4)": ("gpt_222", ((2, 2), (4, 1), (1, 4))),
     "U-Transformer, (4,1) to (2,2) to (4,1)": ("utrans", ((4, 1), (2, 2), (4, 1))),
 }
-"""The paper's case and the meshes of the stages; a third stage takes as long as the second one."""
+"""The paper's case and the meshes of the stages; of three stages the first two are as the paper's first."""
 QUICK = ("U-Transformer, (4,1) to (4,1)",)
 
 
@@ -64,7 +64,7 @@ def described(name: str, quick: bool) -> dict[str, Any]:
         for at, shape in enumerate(shapes)
     ]
     times = {
-        key: [getattr(built.costs, key)[min(at, 1)] for at in range(stages)]
+        key: [getattr(built.costs, key)[int(at == stages - 1)] for at in range(stages)]
         for key in ("forward_us", "input_us", "weight_us")
     }
     # Whole numbers of four bytes: the rows of the micro-batch stay, what belongs to a row is a hundredth.
@@ -77,7 +77,7 @@ def described(name: str, quick: bool) -> dict[str, Any]:
     return {
         "grids": grids, "rows": [what.microbatch], "widths": numbers, "steps": 1 if quick else STEPS,
         "microbatches": QUICK_MICROBATCHES if quick else MICROBATCHES, "measured": True,
-        "memory": [built.memory[min(at, 1)] for at in range(stages)], **times,
+        "memory": [built.memory[int(at == stages - 1)] for at in range(stages)], **times,
     }  # fmt: skip
 
 
@@ -173,9 +173,10 @@ def run_case(name: str, quick: bool) -> list[Row]:
     return rows
 
 
-def meshes(quick: bool) -> list[Row]:
-    """All cases; none where no lab can be built (one line says why)."""
+def meshes(quick: bool, ranks: int) -> list[Row]:
+    """The cases of so many ranks; none where no lab can be built (one line says why)."""
     if reason := unavailable():
         print(f"meshes: skipped: {reason}", file=sys.stderr)
         return []
-    return [row for name in (QUICK if quick else CASES) for row in run_case(name, quick)]
+    names = [name for name in (QUICK if quick else CASES) if RANKS_PER_HOST * len(CASES[name][1]) == ranks]
+    return [row for name in names for row in run_case(name, quick)]

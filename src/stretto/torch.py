@@ -8,9 +8,9 @@
 
 Measure a job: `capture` makes a `Workload` of its step, `probe` a `Cluster` of its network, `bench` a table of what
 motifs cost there, `record` a `Timeline` of the calls. Change how it communicates: `enforce` carries out a plan (`step`
-marks the ends of iterations), `distribute` a strategy, `pipeline` a schedule, `MeshPipeline` one whose stages are
-meshes, `reshard` and `WeightSync` move tensors between meshes, `DdpHook` reduces gradients under a plan. `choices` says
-which program ran for which calls, and why.
+marks the ends of iterations), `distribute` a strategy (`serve` on ranks that only serve), `pipeline` a schedule,
+`MeshPipeline` one whose stages are meshes, `reshard` and `WeightSync` move tensors between meshes, `DdpHook` reduces
+gradients under a plan. `choices` says which program ran for which calls, and why.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from .runtime.torch_backend.inductor import inductor_costs as inductor_costs
     from .strategy.distribute import distribute as distribute
     from .strategy.distribute import model_spec as model_spec
+    from .strategy.distribute import serve as serve
 
 _HOMES = {
     "BackgroundMotif": (".runtime.enforcer.background", "BackgroundMotif"),
@@ -116,6 +117,7 @@ _HOMES = {
     "early_gathers": (".runtime.torch_backend.fsdp_gathers", "early_gathers"),
     "distribute": (".strategy.distribute", "distribute"),
     "model_spec": (".strategy.distribute", "model_spec"),
+    "serve": (".strategy.distribute", "serve"),
     "inductor_costs": (".runtime.torch_backend.inductor", "inductor_costs"),
     "pipeline": (".pipeline.torch_runtime", "pipeline"),
     "probe": (".runtime.probe.probe", "probe"),

@@ -27,8 +27,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "two_level": (False, True),
 }  # fmt: skip
 """Values of the builders' options; the small sizes cut and split even these small models."""
-LABELS = {"name", "model", "model_digest", "made_by", "notes", "variable"}
-"""Fields of a strategy that say nothing about training."""
+LABELS = {"name", "model", "model_digest", "made_by", "notes", "variable", "servers"}
+"""Fields of a strategy that say nothing about training; `served` draws ranks that only serve."""
 OPTIMIZERS = {
     "sgd": "any", "momentum": "any", "adagrad": "any", "sparse_adam": "tables", "nesterov": "dense", "adam": "dense",
     "amsgrad": "dense", "adamw": "dense", "adadelta": "dense", "adamax": "dense", "nadam": "dense", "radam": "dense",
@@ -303,6 +303,24 @@ def cases(first: int, rounds: int, ranks: int, spec_of: SpecOf, *, every: bool =
                     if case.refusal or case.optimizer not in PLAIN:
                         yield draw(seed, builder, aspect, ranks, spec_of, fitting=True)
                 seed += 1
+
+
+def served(case: Case) -> Case:
+    """The case with one more rank that only serves, somewhere among the others, and most servers on it."""
+    rng = random.Random(case.seed)
+    devices = list(case.strategy.devices)
+    devices.insert(rng.randint(0, len(devices)), "servers.cpu0")
+
+    def one(sync: Sync) -> Sync:
+        there = sync.kind == "parameter_server" and rng.random() < 0.7
+        return replace(sync, placement=("servers.cpu0",)) if there else sync
+
+    nodes = tuple(
+        replace(node, sync=one(node.sync), parts=tuple(one(part) for part in node.parts))
+        for node in case.strategy.nodes
+    )
+    strategy = replace(case.strategy, devices=tuple(devices), servers=("servers.cpu0",), nodes=nodes)
+    return replace(case, strategy=strategy)
 
 
 def features(case: Case, model: ModelSpec) -> list[str]:

@@ -21,7 +21,7 @@ import torch
 import torch._dynamo  # optimizers need it: imported once, before the forks
 import torch.distributed as dist
 from capture_scenarios import fork
-from distribute_draw import Case, cases, features
+from distribute_draw import Case, cases, features, served
 from distribute_everything import Everything, batch, optimizer_of
 from distribute_reference import Reference
 
@@ -29,6 +29,8 @@ import stretto
 import stretto.torch
 from stretto.strategy import ModelSpec, Strategy, explain
 from stretto.strategy.distribute import dense, model_spec
+from stretto.strategy.distribute.serving import serve_until_end
+from stretto.strategy.distribute.wrap import wrap
 from stretto.strategy.kernels import to_workload
 
 STEPS = 3
@@ -85,7 +87,12 @@ def trained(case: Case, strategy: Strategy) -> tuple[Any, list[tuple[torch.Tenso
         with torch.no_grad():
             for p in model.parameters():
                 p.zero_()  # rank 0's are sent to all
+    if dist.get_rank() not in strategy.replicas:
+        _, server = wrap(model, optimizer_of(model, case.optimizer), strategy, None, serving=True)
+        assert serve_until_end(server) == STEPS
+        return model, [], masters_of(server), None
     model, optimizer = stretto.torch.distribute(model, optimizer_of(model, case.optimizer), strategy)
+    me = strategy.replicas.index(dist.get_rank())
     seen = []
     for step in range(STEPS):
         q = {
@@ -96,7 +103,7 @@ def trained(case: Case, strategy: Strategy) -> tuple[Any, list[tuple[torch.Tenso
         }
         model.zero_grad()  # also what the optimizer does not know
         optimizer.zero_grad()
-        data = batch(step, dist.get_rank())
+        data = batch(step, me)
         if case.loop in ("no_sync", "twice"):
             first, second = data.halves()
             with optimizer.no_sync() if case.loop == "no_sync" else torch.enable_grad():
@@ -110,13 +117,17 @@ def trained(case: Case, strategy: Strategy) -> tuple[Any, list[tuple[torch.Tenso
         seen.append((flat(model), q))
     state = None if optimizer._depots else optimizer.state_dict()
     optimizer.close()
-    masters = {
+    return model, seen, masters_of(optimizer), state
+
+
+def masters_of(optimizer: Any) -> dict[Any, torch.Tensor]:
+    """What servers of stale parameters on this rank have."""
+    return {
         (region.variable, region.part.start, region.part.shape): master
         for depot in optimizer._depots
         for region, master in depot.masters.items()
         if depot.owner == dist.get_rank()
     }
-    return model, seen, masters, state
 
 
 def outcome(case: Case, number: int) -> dict[str, Any]:
@@ -141,12 +152,14 @@ def outcome(case: Case, number: int) -> dict[str, Any]:
         return {"refused": said} if against or ours else {"wrong": f"only distribute refuses: {said}"}
     if against:
         return {"wrong": f"distribute trains what others refuse: {against}"}
-    vectors = [torch.stack(one) for one in zip(*everywhere([weights for weights, _ in seen]), strict=True)]
+    trained_there = [weights for weights in everywhere([weights for weights, _ in seen]) if weights]
+    vectors = [torch.stack(one) for one in zip(*trained_there, strict=True)]
     late = any(sync.staleness for node in case.strategy.nodes for sync in (node.sync, *node.parts))
     if not late and any(not torch.equal(one, vector[0]) for vector in vectors for one in vector):
         return {"wrong": "ranks have different weights"}
     everything = {key: value for one in everywhere(masters) for key, value in one.items()}
-    if number % dist.get_world_size() != dist.get_rank():
+    replicas = case.strategy.replicas
+    if replicas[number % len(replicas)] != dist.get_rank():
         return {}
     of_rank_0 = [(vector[0], q) for vector, (_, q) in zip(vectors, seen, strict=True)]
     try:
@@ -160,7 +173,7 @@ def compared(
 ) -> dict[str, Any]:
     """How far the weights of each step, the servers' at the end and the optimizer's state are from one process."""
     variables = spec_of(case.sparse, case.mixed).variables
-    reference = Reference(case, case.strategy, variables, dist.get_world_size())
+    reference = Reference(case, case.strategy, variables, len(case.strategy.replicas))
     for weights, q in seen:
         reference.step(named(model, weights), q)
     ends = named(model, seen[-1][0])
@@ -197,11 +210,15 @@ def main() -> None:
     rounds, first = (int(sys.argv[at]) if len(sys.argv) > at else usual for at, usual in ((3, 1), (4, 0)))
     dense.LARGE_BYTES = 200  # so that this model has large variables too
     found = {}
-    for ranks in range(2, most + 1):
-        made = list(cases(first, rounds, ranks, spec_of, every=long))
+    drawn = {str(ranks): list(cases(first, rounds, ranks, spec_of, every=long)) for ranks in range(2, most + 1)}
+    # Two ranks that train and one that serves: a part of what two ranks train.
+    drawn[f"{most - 1} and a server"] = [served(case) for case in drawn[str(most - 1)] if not case.refusal][::2]
+    for name, made in drawn.items():
+        ranks = len(made[0].strategy.devices)
         fork(ranks, lambda rank, made=made, ranks=ranks: rank_main(rank, folder, made, ranks))  # type: ignore[misc]
         outcomes = json.loads((folder / f"ranks-{ranks}.json").read_text())
-        found[str(ranks)] = [
+        (folder / f"store-{ranks}").unlink()
+        found[name] = [
             {"title": case.title, "features": features(case, spec_of(case.sparse, case.mixed)), **one}
             for case, one in zip(made, outcomes, strict=True)
         ]

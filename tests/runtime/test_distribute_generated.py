@@ -26,7 +26,7 @@ AXES = 4
 @pytest.fixture(scope="module")
 def outcomes(job: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     found = job("distribute_generated_job.py", tmp_path_factory.mktemp("generated"), ranks=3, reporting=1)
-    return [one for ranks in ("2", "3") for one in found[ranks][0]]
+    return [one for ranks in ("2", "3", "2 and a server") for one in found[ranks][0]]
 
 
 def test_nothing_is_accepted_and_wrong(outcomes: Outcomes) -> None:

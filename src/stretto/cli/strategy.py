@@ -107,6 +107,9 @@ def build(
     cluster: OptionalCluster = None,
     ranks: Annotated[int, typer.Option(min=0, max=65536, help="Ranks by number, where there is no cluster.")] = 0,
     settings: SettingsOption = None,
+    serve: Annotated[
+        str, typer.Option(metavar="DEVICE,DEVICE", help="Devices (rank3) that do not train, but only serve.")
+    ] = "",
     device: Device = "t4",
 ) -> None:
     """Make a strategy by one rule, as known systems do, and write it to a file that can be edited.
@@ -116,12 +119,13 @@ def build(
       stretto strategy build all_reduce -m vgg16 --ranks 8 --set chunk=64 -o ar.yaml
       stretto strategy build partitioned_ps -m bert_large -c autodist_b7 -o ps.yaml
       stretto strategy build ps_balanced -m vgg16 -c autodist_a1 --set staleness=2 -o stale.yaml
+      stretto strategy build ps_balanced -m vgg16 --ranks 6 --serve rank4,rank5 -o served.yaml
     """
     if (cluster is None) == (ranks == 0):
         raise InvalidInput("build: give either --cluster or --ranks")
     made = make(
         builder, zoo.load(model, device=device), Cluster.load(cluster) if cluster is not None else ranks,
-        **_numbers(parse_options(settings or [])),
+        serve=[name.strip() for name in serve.split(",") if name.strip()], **_numbers(parse_options(settings or [])),
     )  # fmt: skip
     save_strategy(made, target)
     wrote(out(), target, made.made_by)

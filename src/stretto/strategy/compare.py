@@ -35,6 +35,8 @@ def diff(before: Strategy, after: Strategy) -> list[StrategyChange]:
     changes = []
     if before.devices != after.devices:
         changes.append(_change("", -1, "devices", before.devices, after.devices))
+    if before.servers != after.servers:
+        changes.append(_change("", -1, "servers", before.servers, after.servers))
     for old in before.nodes:
         changes += _node(old, after.node(old.variable))
     return changes
@@ -102,8 +104,9 @@ def explain(strategy: Strategy, model: ModelSpec, *, variable: str | None = None
     for v in model.variables:
         alike.setdefault(words(strategy.node(v.name), v), []).append(v)
     lines = [
-        f"{strategy.name} for {strategy.model} on {len(strategy.devices)} devices"
-        f" ({'trains as one process would' if strategy.is_lossless else 'not exact: encoded or stale'})"
+        f"{strategy.name} for {strategy.model} on {len(strategy.replicas)} devices"
+        + (f" and {len(strategy.servers)} that only serve" if strategy.servers else "")
+        + f" ({'trains as one process would' if strategy.is_lossless else 'not exact: encoded or stale'})"
     ]
     for said, group in alike.items():
         names = ", ".join(v.name for v in group[:SHOWN]) + (f" and {len(group) - SHOWN} more" if group[SHOWN:] else "")

@@ -122,7 +122,7 @@ class StrategyCostModel:
                 # A message that may come `lag` iterations late is spread over the compute of these iterations.
                 now += (alone + steps_us) / message.lag
             until[queue] = now
-            update[list(message.updaters) or slice(None)] += _update_us(message)
+            update[list(message.updaters or step.replicas)] += _update_us(message)
         return Components(
             uplink_us=float((uplink / self._host_rate).max()) * 1e-3,
             device_us=float((device / self._inside).max()) * 1e-3,

@@ -82,6 +82,7 @@ class _Strategy(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: Text
     model_digest: Text
     devices: Devices
+    servers: Devices = []
     made_by: Text = ""
     notes: Annotated[list[Text], Meta(max_length=1024)] = []
     nodes: Annotated[list[_Node], Meta(max_length=MAX_VARIABLES)]
@@ -112,8 +113,8 @@ def strategy_text(strategy: Strategy, *, as_json: bool = False) -> str:
     """The file form of a strategy."""
     form = _Strategy(
         stretto="strategy", version=VERSION, name=strategy.name, model=strategy.model,
-        model_digest=strategy.model_digest, devices=list(strategy.devices), made_by=strategy.made_by,
-        notes=list(strategy.notes),
+        model_digest=strategy.model_digest, devices=list(strategy.devices), servers=list(strategy.servers),
+        made_by=strategy.made_by, notes=list(strategy.notes),
         nodes=[
             _Node(
                 variable=node.variable,
@@ -149,7 +150,7 @@ def read_strategy(text: str, *, where: str = "strategy", as_json: bool = False) 
     try:
         return Strategy(
             name=form.name, model=form.model, model_digest=form.model_digest, devices=tuple(form.devices),
-            made_by=form.made_by, notes=tuple(form.notes),
+            servers=tuple(form.servers), made_by=form.made_by, notes=tuple(form.notes),
             nodes=tuple(
                 NodeConfig(
                     variable=node.variable,

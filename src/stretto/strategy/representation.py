@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Strategy`: how each variable of a model is synchronized. AutoDist's section 2.2, complete.
 
-Graph level: the devices that hold a replica. Node level, for each variable: how it is cut, and for the whole or for
-each part its placement, the primitives that synchronize it, the form in which it is sent, and how late it may arrive.
+Graph level: the devices that hold a replica, and those that only serve. Node level, for each variable: how it is cut,
+and for the whole or for each part its placement, the primitives that synchronize it, the form in which it is sent, and
+how late it may arrive.
 """
 
 from __future__ import annotations
@@ -142,7 +143,8 @@ class NodeConfig:
 class Strategy:
     """A decision for every variable of a model, on named devices.
 
-    Devices are named as in the cluster (or ``rank0``, ``rank1``, ...), one per rank, in the order of ranks.
+    Devices are named as in the cluster (or ``rank0``, ``rank1``, ...), one per rank, in the order of ranks. Those in
+    `servers` hold no replica: they compute nothing, take no part in collectives, and only serve what is placed on them.
     """
 
     name: str
@@ -150,12 +152,18 @@ class Strategy:
     model_digest: str
     devices: tuple[str, ...]
     nodes: tuple[NodeConfig, ...]
+    servers: tuple[str, ...] = ()
     made_by: str = ""
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.devices or len(set(self.devices)) != len(self.devices):
             raise InvalidInput("devices: must be one or more different names")
+        for name in self.servers:
+            if name not in self._ranks:
+                raise InvalidInput(f"servers: {unknown('device', name, self.devices)}")
+        if len(set(self.servers)) != len(self.servers) or len(self.servers) == len(self.devices):
+            raise InvalidInput("servers: must be different devices, and at least one device must train")
         names = [node.variable for node in self.nodes]
         if len(set(names)) != len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -180,8 +188,10 @@ class Strategy:
             raise InvalidInput(f"{where}.placement: {sync.kind} is on every device: name none")
         if sync.group < ALONE:
             raise InvalidInput(f"{where}.group: must be a number >= 0, or {ALONE} (alone), not {sync.group}")
-        if sync.sequence and set(sync.sequence) != set(self.devices):
-            raise InvalidInput(f"{where}.sequence: must name every device once")
+        if sync.sequence and set(sync.sequence) != set(self.devices) - set(self.servers):
+            raise InvalidInput(f"{where}.sequence: must name every device that trains once")
+        if set(sync.transfer) & set(self.servers):
+            raise InvalidInput(f"{where}.transfer: {min(set(sync.transfer) & set(self.servers))} only serves")
         encoder, amount = sync.encoding
         if encoder not in ENCODERS:
             raise InvalidInput(f"{where}.encoder: {unknown('encoder', encoder, ENCODERS)}")
@@ -208,6 +218,12 @@ class Strategy:
     @cached_property
     def _ranks(self) -> dict[str, int]:
         return {name: rank for rank, name in enumerate(self.devices)}
+
+    @cached_property
+    def replicas(self) -> tuple[int, ...]:
+        """The ranks that hold a replica and train."""
+        serving = set(self.servers)
+        return tuple(rank for rank, name in enumerate(self.devices) if name not in serving)
 
     def rank(self, device: str) -> int:
         """The rank of a device."""

@@ -17,11 +17,15 @@ MAX_DEVICES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """Named devices, one per rank, the host of each, and the rate of each host's uplink (GB/s; empty: all equal)."""
+    """Named devices, one per rank, the host of each, and the rate of each host's uplink (GB/s; empty: all equal).
+
+    Devices in `serving` hold no replica; builders place on them whatever they give to servers.
+    """
 
     devices: tuple[str, ...]
     hosts: tuple[int, ...]
     host_gb_per_s: tuple[float, ...] = ()
+    serving: tuple[str, ...] = ()
 
     @cached_property
     def by_host(self) -> tuple[tuple[int, ...], ...]:
@@ -37,9 +41,24 @@ class Resources:
         return tuple(self.devices[ranks[0]] for ranks in self.by_host)
 
     @property
+    def servers(self) -> tuple[str, ...]:
+        """Where builders put parameter servers: the devices that only serve, else the first device of each host."""
+        return self.serving or self.firsts
+
+    @property
     def rates(self) -> tuple[float, ...]:
         """The rate of the uplink of each host of `by_host`, relative to the others."""
         return self.host_gb_per_s or (1.0,) * len(self.by_host)
+
+    @property
+    def server_rates(self) -> tuple[float, ...]:
+        """The rate that each of `servers` has of its host's uplink, relative to the others."""
+        if not self.serving:
+            return self.rates
+        rate = {rank: rate for ranks, rate in zip(self.by_host, self.rates, strict=True) for rank in ranks}
+        there = [self.devices.index(name) for name in self.serving]
+        hosts = [self.hosts[rank] for rank in there]
+        return tuple(rate[rank] / hosts.count(host) for rank, host in zip(there, hosts, strict=True))
 
 
 Where = Resources | Cluster | Sequence[str] | int

@@ -21,7 +21,7 @@ give equal results.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
@@ -66,8 +66,9 @@ BUILDERS: dict[str, Info] = {
 
 
 def build(
-    name: str, model: ModelSpec, where: Where, *, encoder: str = "none", staleness: int = 0, **options: Any
-) -> Strategy:
+    name: str, model: ModelSpec, where: Where, *, encoder: str = "none", staleness: int = 0,
+    serve: Sequence[str] = (), **options: Any,
+) -> Strategy:  # fmt: skip
     """The strategy that a builder makes for a model on a cluster, on named devices, or on a number of ranks.
 
     >>> from stretto.strategy import zoo
@@ -80,6 +81,7 @@ def build(
         where: a cluster, resources, names of devices, or a number of ranks.
         encoder: encoder of every dense gradient, such as "float16" or "topk:0.01".
         staleness: staleness of every parameter server, -1..16.
+        serve: devices that do not train, but only serve; whatever the builder gives to servers is placed on these.
         **options: options of the builder, see ``BUILDERS[name].options``.
 
     Returns:
@@ -93,10 +95,13 @@ def build(
     info = BUILDERS[name]
     for option in options:
         if option not in info.options:
-            raise unknown(f"option of builder {name}", option, (*info.options, "encoder", "staleness"))
+            raise unknown(f"option of builder {name}", option, (*info.options, "encoder", "staleness", "serve"))
         _check_kind(option, options[option], signature(info.make).parameters[option].default)
     _check_kind("staleness", staleness, 0)
-    there = resources(where)
+    there = replace(resources(where), serving=tuple(serve))
+    for device in serve:
+        if device not in there.devices:
+            raise InvalidInput(f"serve: {unknown('device', device, there.devices)}")
     try:
         nodes = info.make(model, there, **options)
     except TypeError as error:
@@ -107,8 +112,10 @@ def build(
     given = dict(options)
     given |= {"encoder": encoder} if encoder != "none" else {}
     given |= {"staleness": staleness} if staleness else {}
+    given |= {"serve": "+".join(serve)} if serve else {}
     made = Strategy(
         name=name, model=model.name, model_digest=model.digest, devices=there.devices, nodes=nodes,
+        servers=tuple(serve),
         made_by=f"builder {name}({', '.join(f'{key}={value}' for key, value in given.items())})",
     )  # fmt: skip
     made.check(model)

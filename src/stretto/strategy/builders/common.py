@@ -100,12 +100,12 @@ class Balance:
 
 
 def stations(there: Resources, server: str) -> tuple[str, ...]:
-    """One station per host that has several devices: on the server's host the server, else the first device."""
-    mine = there.hosts[there.devices.index(server)]
+    """One station per host on which several devices train: where the server is one of them that, else the first."""
     found = []
     for ranks in there.by_host:
-        if len(ranks) > 1:
-            found.append(server if there.hosts[ranks[0]] == mine else there.devices[ranks[0]])
+        training = [there.devices[rank] for rank in ranks if there.devices[rank] not in there.serving]
+        if len(training) > 1:
+            found.append(server if server in training else training[0])
     return tuple(found)
 
 

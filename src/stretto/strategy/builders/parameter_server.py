@@ -30,7 +30,7 @@ def ps(model: ModelSpec, there: Resources, device: str = "") -> tuple[NodeConfig
     Raises:
         InvalidInput: the device is unknown.
     """
-    server = device or there.devices[0]
+    server = device or there.servers[0]
     if server not in there.devices:
         raise unknown("device", server, there.devices)
     return tuple(
@@ -84,7 +84,7 @@ def partitioned_ps(
     """
     check_number("part_mb", part_mb, 0, 1e9)
     check_number("parts", parts, 0, 4096)
-    count = parts or len(there.by_host)
+    count = parts or len(there.servers)
     balance = _servers(there, servers)
     nodes = []
     for v in model.variables:
@@ -111,8 +111,8 @@ def uneven_partitioned_ps(
         InvalidInput: `part_mb` is out of range.
     """
     check_number("part_mb", part_mb, 0, 1e9)
-    rates = there.rates
-    balance = Balance(there.firsts, rates)
+    rates = there.server_rates
+    balance = Balance(there.servers, rates)
     nodes = []
     for v in model.variables:
         if not v.shape or v.nbytes < part_mb * MB or v.shape[0] <= len(rates) or len(rates) == 1:
@@ -122,7 +122,7 @@ def uneven_partitioned_ps(
             nodes.append(_shared_out(v, cut, there, balance, two_level))
         else:
             sizes = _proportional(v.shape[0], rates)
-            syncs = tuple(_server(there, server, _in_two(v, two_level)) for server in there.firsts)
+            syncs = tuple(_server(there, server, _in_two(v, two_level)) for server in there.servers)
             nodes.append(NodeConfig(variable=v.name, partition=(sizes, *(1,) * (len(v.shape) - 1)), parts=syncs))
     return tuple(nodes)
 
@@ -135,8 +135,8 @@ def _not_a_divisor(size: int, least: int) -> int:
 def _servers(there: Resources, servers: str) -> Balance:
     if servers not in SERVERS:
         raise unknown("servers", servers, SERVERS)
-    if servers == "hosts":
-        return Balance(there.firsts, there.rates)
+    if servers == "hosts" or there.serving:
+        return Balance(there.servers, there.server_rates)
     each = {rank: rate / len(ranks) for ranks, rate in zip(there.by_host, there.rates, strict=True) for rank in ranks}
     return Balance(there.devices, [each[rank] for rank in range(len(there.devices))])
 

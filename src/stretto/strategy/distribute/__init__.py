@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from .optimizer import DistributedOptimizer
 
-__all__ = ["STRATEGY_VARIABLE", "distribute", "model_spec"]
+__all__ = ["STRATEGY_VARIABLE", "distribute", "model_spec", "serve"]
 
 
 def distribute(
@@ -59,6 +59,37 @@ def distribute(
     from .wrap import wrap
 
     return wrap(model, optimizer, strategy, group)
+
+
+def serve(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy | str | os.PathLike[str] | None = None,
+    *,
+    group: torch.distributed.ProcessGroup | None = None,
+) -> int:
+    """Serve the variables that a strategy places on this rank, which does not train; returns when training has ended.
+
+    A rank that the strategy names in `servers` calls this where the others call `distribute`, with a model and an
+    optimizer made alike. Options of the optimizer (the rate of a scheduler) come from the first rank that trains; its
+    ``optimizer.close()`` ends this.
+
+    Args:
+        model: the model; it is not called.
+        optimizer: the optimizer of the model's parameters.
+        strategy: a strategy or the path of its file; None takes the file in STRETTO_STRATEGY.
+        group: the process group; None takes all ranks of the job.
+
+    Returns:
+        The number of updates that were made.
+
+    Raises:
+        InvalidInput: on all ranks, if an argument is invalid or differs between ranks, or this rank is to train.
+    """
+    from .serving import serve_until_end
+    from .wrap import wrap
+
+    return serve_until_end(wrap(model, optimizer, strategy, group, serving=True)[1])
 
 
 def model_spec(model: nn.Module, sample: Any = None, *, name: str = "") -> ModelSpec:

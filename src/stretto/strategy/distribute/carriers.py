@@ -22,8 +22,6 @@ from ..kernels import Message, StepExchange, VariablePiece
 from .groups import Groups
 from .regions import EVERYONE, VariableRegion, block_of, sparse_of
 
-ROOTED = ("reduce", "broadcast", "gather", "scatter")
-
 
 class PendingExchange(NamedTuple):
     """An exchange that was started: its work (None if this rank takes no part), and whether another exchange depends on
@@ -77,7 +75,7 @@ class VariableCarrier(ABC):
     collectives that other ranks do not start.
 
     `variables` are the names of the parameters whose gradients the push waits for. `pushes` and `pulls` are the
-    message's exchanges as this rank takes part in them (None: it does not). `shares` is 1 / number of ranks.
+    message's exchanges as this rank takes part in them (None: it does not). `shares` is 1 / number of ranks that train.
     """
 
     stateful = False
@@ -92,7 +90,7 @@ class VariableCarrier(ABC):
         self.pushes = [self._link(exchange) for exchange in message.exchanges if exchange.push]
         self.pulls = [self._link(exchange) for exchange in message.exchanges if not exchange.push]
         self.owner = message.updaters[0] if message.updaters else EVERYONE
-        self.shares = 1.0 / groups.size
+        self.shares = 1.0 / len(groups.replicas)
         first = parameters[self.variables[0]]
         self.dtype, self.device = first.dtype, first.device
         self.spans = spans(self.pieces)
@@ -167,21 +165,13 @@ class VariableCarrier(ABC):
         return [block_of(self.parameters[piece.variable.name].detach(), piece.part) for piece in self.pieces]
 
     def _link(self, exchange: StepExchange) -> RankExchange | None:
-        everyone = tuple(range(self.groups.size))
-
-        def key(members: tuple[int, ...]) -> tuple[int, ...]:
-            # A rooted exchange of all ranks can use the communicator of all ranks, whatever its order.
-            return everyone if len(members) == self.groups.size and exchange.kind in ROOTED else members
-
-        for members in exchange.groups:
-            self.groups.make(key(members), self.message.lane)
-        mine = next((members for members in exchange.groups if self.groups.rank in members), None)
-        if mine is None:
+        if not exchange.groups:
             return None
-        root = mine[exchange.root]
+        (mine,) = exchange.groups
+        root, members = mine[exchange.root], self.groups.members(mine, exchange.kind)
         return RankExchange(
-            exchange.kind, self.groups.get(key(mine), self.message.lane), key(mine).index(root),
-            self.groups.rank == root, len(mine),
+            exchange.kind, self.groups.get(members, self.message.lane), members.index(root), self.groups.rank == root,
+            len(mine),
         )  # fmt: skip
 
     def gradient(self, piece: VariablePiece) -> torch.Tensor | None:

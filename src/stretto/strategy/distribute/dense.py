@@ -193,12 +193,14 @@ class ShardedCarrier(FlatCarrier):
     all pieces are sent after each share: one more collective for them would take longer than a copy.
     """
 
-    def __init__(self, message: Message, parameters: dict[str, torch.nn.Parameter], groups: Groups) -> None:
-        self.share = -(-sum(piece.part.elements for piece in message.pieces) // groups.size)
-        # The only group of a sharded message has all ranks, in the order of its communicator.
-        self.order = message.exchanges[0].groups[0] if message.exchanges else tuple(range(groups.size))
+    def __init__(
+        self, message: Message, parameters: dict[str, torch.nn.Parameter], groups: Groups, *, order: tuple[int, ...]
+    ) -> None:
+        self.count = len(groups.replicas)
+        self.share = -(-sum(piece.part.elements for piece in message.pieces) // self.count)
+        self.order = order
         super().__init__(message, parameters, groups)
-        self.wire = self.buffer.new_ones(groups.size, self.share + len(self.pieces))
+        self.wire = self.buffer.new_ones(self.count, self.share + len(self.pieces))
         self.arrived = self.wire[0].clone()
         self.mine, self.flags = self.arrived[: self.share], self.arrived[self.share :]
         numbers = {(piece.variable.name, piece.part.index): at for at, piece in enumerate(self.pieces)}
@@ -213,7 +215,7 @@ class ShardedCarrier(FlatCarrier):
 
     def room(self) -> int:
         """The number of elements of the buffer: a whole number of shares."""
-        return self.share * self.groups.size
+        return self.share * self.count
 
     @cached_property
     def regions(self) -> list[VariableRegion]:
@@ -230,13 +232,14 @@ class ShardedCarrier(FlatCarrier):
     def push(self) -> Flow:
         """Sum the gradients and give each rank its share; flags tell every rank which pieces some rank has."""
         missing = self.fill()
-        self.wire[:, : self.share].copy_(self.buffer.view(self.groups.size, self.share))
+        self.wire[:, : self.share].copy_(self.buffer.view(self.count, self.share))
         self.wire[:, self.share :].fill_(1.0)
         for at in missing:
             self.wire[:, self.share + at] = 0.0
         if self.pushes:
             link = self.pushes[0]
-            assert link is not None
+            if link is None:
+                return  # this rank only serves
             wire = self.wire.view(-1)
             yield PendingExchange(reduce_scatter_single(self.arrived, wire, group=link.group, async_op=True), False)
         else:
@@ -249,7 +252,8 @@ class ShardedCarrier(FlatCarrier):
         if not self.pulls:
             return
         link = self.pulls[0]
-        assert link is not None
+        if link is None:
+            return
         held = [region.of(self.parameters[region.variable].detach()) for region, _, _ in self._places]
         if held:
             torch._foreach_copy_([mine for _, _, mine in self._places], held)

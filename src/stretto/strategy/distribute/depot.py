@@ -69,7 +69,7 @@ class Depot:
         self._waiting: list[deque[torch.Tensor]] = [deque() for _ in range(groups.size)]
         self._sent = [0] * groups.size
         self._answered = [0] * groups.size
-        self._gone = [False] * groups.size
+        self._gone = [rank not in groups.replicas for rank in range(groups.size)]
         self._updates = 0
 
     def of(self, name: str) -> list[VariableRegion]:
@@ -93,7 +93,9 @@ class Depot:
             if gradient is not None:
                 flat[1 + number] = 1.0
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
-                flat[at : at + size].view(region.part.shape).copy_(block_of(dense, region.part) / self.groups.size)
+                flat[at : at + size].view(region.part.shape).copy_(
+                    block_of(dense, region.part) / len(self.groups.replicas)
+                )
             at += size
         if self.groups.rank == self.owner:
             with self.lock:
@@ -129,6 +131,8 @@ class Depot:
     def close(self) -> None:
         """Tell the server that this rank sends no more; the server waits for all ranks."""
         if self.groups.rank != self.owner:
+            if not self.groups.trains:
+                return
             self._post(self.owner, torch.full((self._head + self._elements,), BYE, dtype=self._dtype))
             for work, _ in self._sending:
                 work.wait()

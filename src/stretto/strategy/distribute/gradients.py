@@ -152,6 +152,7 @@ class GradientSynchronizer:
                 "a second backward pass before optimizer.step(): with encoders that keep something back, "
                 "accumulate gradients inside `with optimizer.no_sync():`"
             )
+        self.groups.tell("push")
         self._active = True
         self._round += 1
         self._next = 0
@@ -179,10 +180,10 @@ class GradientSynchronizer:
             self.after()
 
     def _agree(self) -> None:
-        """Let messages start from now on in the order in which rank 0 had them ready."""
+        """Let messages start from now on in the order in which the first training rank had them ready."""
         order = self._arrived + [at for at in self._order if at not in set(self._arrived)]
         told = torch.tensor(order, dtype=torch.int64, device=self.carriers[0].device)
-        dist.broadcast(told, group_src=0, group=self.groups.main)
+        dist.broadcast(told, group_src=self.groups.lead, group=self.groups.main)
         self._order = told.tolist()
         self._ordered = True
 

@@ -13,8 +13,11 @@ from ...errors import InvalidInput
 from ...runtime.executor.forks import Home, check_world
 from ...runtime.executor.join import host_key
 from ...runtime.torch_backend.torch_versions import new_group_in_order
+from .serving import Orders
 
 Key = tuple[tuple[int, ...], int]
+ROOTED = ("reduce", "broadcast", "gather", "scatter")
+"""Kinds of exchanges that have a root."""
 
 # A gloo thread releases the tensors of a call from within backward() shortly after the call has ended, and needs the
 # interpreter for that: if the interpreter was already shutting down, the process would crash. So exit waits a moment.
@@ -36,9 +39,40 @@ class Groups:
             raise InvalidInput("distribute: this rank is not in the group")
         self.world = dist.get_process_group_ranks(self.main)
         self.size = len(self.world)
+        self.replicas = tuple(range(self.size))
+        """The ranks that train; the others only serve."""
+        self.orders: Orders | None = None
         self.home = Home(f"rank {self.rank}")
         self._made: dict[Key, Any] = {}
         self._own: list[Any] = []
+
+    @property
+    def lead(self) -> int:
+        """The first rank that trains."""
+        return self.replicas[0]
+
+    @property
+    def trains(self) -> bool:
+        """Whether this rank trains."""
+        return self.rank in self.replicas
+
+    def divide(self, replicas: tuple[int, ...]) -> None:
+        """Let only some ranks train; all ranks call this together, before anything is made for a strategy."""
+        self.replicas = replicas
+        servers = tuple(rank for rank in range(self.size) if rank not in replicas)
+        self.orders = Orders(self, servers) if servers else None
+
+    def tell(self, word: str, given: Any = None) -> None:
+        """On the first rank that trains: tell those that serve what comes next; does nothing elsewhere."""
+        if self.orders is not None and self.rank == self.lead:
+            self.orders.tell(word, given)
+
+    def members(self, group: tuple[int, ...], kind: str) -> tuple[int, ...]:
+        """The members of the communicator for an exchange among a group.
+
+        A rooted exchange of all ranks can use the communicator of all ranks, whatever its order.
+        """
+        return tuple(range(self.size)) if len(group) == self.size and kind in ROOTED else group
 
     @property
     def whole(self) -> bool:

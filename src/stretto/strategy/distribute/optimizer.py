@@ -18,6 +18,7 @@ from .depot import Depot
 from .gradients import GradientSynchronizer
 from .groups import Groups
 from .regions import EVERYONE, VariableRegion, replicated, shares_memory
+from .serving import sendable
 from .state import gathered_state, spread_state
 from .trial import StepCounter
 
@@ -129,6 +130,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._sync.bring()
         self._check_untouched()
         self._check_frozen()
+        self._groups.tell("step", [sendable(group) for group in self.param_groups])
+        self._update()
+        if self._trial is not None:
+            self._trial.step()
+        return loss
+
+    def _update(self) -> None:
+        """Update what this rank updates, and bring parameters to the ranks that train."""
         self._look_again()
         self._hand_over()
         self._copy_options(self._inner)
@@ -136,14 +145,38 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for name, region in self._copied:
             region.write(self._parameters[name].detach(), self._held[name, region])
         self._sync.pull()
-        for depot in self._depots:
+        for depot in self._depots if self._groups.trains else ():
             depot.send(self._parameters)
-        for depot in self._depots:
+        for depot in self._depots if self._groups.trains else ():
             depot.receive(self._parameters)
         self._finished()
-        if self._trial is not None:
-            self._trial.step()
-        return loss
+
+    # What a rank that only serves does when it is told.
+
+    def hear(self) -> tuple[str, Any]:
+        """Wait for the next word of the first rank that trains."""
+        assert self._groups.orders is not None
+        return self._groups.orders.hear()
+
+    @torch.no_grad()
+    def push_for_others(self) -> None:
+        """Take part in the messages of a backward pass, without gradients of its own."""
+        self._sync.done()
+        self._sync.bring()
+
+    @torch.no_grad()
+    def update_for_others(self, options: list[dict[str, Any]]) -> None:
+        """Update with the averaged gradients, by the options of the rank that trains."""
+        for group, given in zip(self.param_groups, options, strict=True):
+            group.update(given)
+        self._update()
+
+    @torch.no_grad()
+    def take_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        """Take over weights that were loaded into the model where it trains."""
+        for name, values in weights.items():
+            self._parameters[name].detach().copy_(values)
+        self.refresh()
 
     def _look_again(self) -> None:
         """Make the held regions views of the parameters' memory again, in case a script has moved it."""
@@ -212,6 +245,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._depots:
             raise InvalidInput("clip_grad_norm_: there is no common gradient under a strategy with staleness")
         self._sync.bring()
+        self._groups.tell("clip", max_norm)
         # Pairs (whether every rank has the gradient, gradient), including parameters unknown to the optimizer.
         held: list[tuple[bool, torch.Tensor]] = []
         for name, found in self._regions.items():
@@ -225,7 +259,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         total = torch.zeros((), dtype=torch.float64, device=device)
         for everywhere, gradient in held:
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            total += values.double().square().sum() / (self._groups.size if everywhere else 1)
+            total += values.double().square().sum() / (len(self._groups.replicas) if everywhere else 1)
         dist.all_reduce(total, group=self._groups.main)
         norm = total.sqrt()
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0).item()
@@ -237,6 +271,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state that the optimizer on one process would have, on every rank; all ranks call this together."""
         self._groups.home.check()
+        self._groups.tell("state")
         numbers, at = {}, 0
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -273,6 +308,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         groups = state_dict.get("param_groups", [])
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
             raise InvalidInput("state_dict: has other parameter groups than this optimizer")
+        self._groups.tell("load", state_dict)
         for outer, saved in zip(self.param_groups, groups, strict=True):
             outer.update({key: value for key, value in saved.items() if key != "params"})
         self._load(state_dict)
@@ -310,7 +346,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def refresh(self) -> None:
-        """After weights were loaded into the model: let servers of stale parameters take them over."""
+        """After weights were loaded into the model: let servers take them over that do not load them themselves."""
+        if self._groups.orders is not None:
+            self._groups.tell("weights", {name: p.detach() for name, p in self._parameters.items()})
         for depot in self._depots:
             depot.take(self._parameters)
 
@@ -323,6 +361,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Remove hooks and end servers; all ranks call this before the process group is destroyed."""
         if self._follows is not None:
             self._follows.remove()
+        self._groups.tell("end")
         for depot in self._depots:
             depot.close()
         self._sync.close()

@@ -34,7 +34,7 @@ def gathered_state(
         return {key: _dense(value) for key, value in states[regions[0]].items()}
     whole: dict[str, Any] = {}
     for region in regions:
-        owner = 0 if region.owner == EVERYONE else region.owner
+        owner = groups.lead if region.owner == EVERYONE else region.owner
         mine = {key: _dense(value) for key, value in states.get(region, {}).items()}
         told = _told({key: _form(value) for key, value in mine.items()}, owner, parameter.device, groups)
         shape = tuple(region.of(parameter.detach()).shape)

@@ -20,7 +20,7 @@ from ...errors import InvalidInput
 from .. import ModelSpec, Strategy
 from ..builders import build
 from ..files import STRATEGY_VARIABLE, load_strategy, strategy_text
-from ..kernels import Message, StrategyStep, VariablePiece, global_step
+from ..kernels import Message, StrategyStep, VariablePiece, global_step, local_step
 from ..representation import VariablePart
 from ..requests import Arm, Reference
 from ..resources import Resources, resources
@@ -36,12 +36,13 @@ from .optimizers import check_optimizer, check_rows, described_optimizer, only_t
 from .regions import VariableRegion, check_memory
 from .rows import OneBitCarrier, SparseCarrier, TopKCarrier, as_bytes
 from .session import LiveTraining, Session, groups_for, trial_from_environment
-from .trial import StepCounter
+from .trial import TRIAL_VARIABLE, StepCounter
 
 
 def wrap(
-    model: nn.Module, optimizer: torch.optim.Optimizer, given: Strategy | str | os.PathLike[str] | None, group: Any
-) -> tuple[nn.Module, DistributedOptimizer]:
+    model: nn.Module, optimizer: torch.optim.Optimizer, given: Strategy | str | os.PathLike[str] | None, group: Any,
+    *, serving: bool = False,
+) -> tuple[nn.Module, DistributedOptimizer]:  # fmt: skip
     """Make a model and its optimizer train as a strategy says; `stretto.torch.distribute` calls this on all ranks.
 
     Args:
@@ -49,6 +50,7 @@ def wrap(
         optimizer: the optimizer of its parameters.
         given: a strategy or the path of its file; None takes STRETTO_STRATEGY or all-reduce.
         group: the process group; None takes all ranks of the job.
+        serving: whether this rank is to serve, and not to train.
 
     Returns:
         The same model, and the distributed optimizer.
@@ -69,7 +71,7 @@ def wrap(
     meter = ModuleMeter(model)
     try:
         trial = trial_from_environment(groups, meter.spec, meter.close)
-        made = _assembled(model, optimizer, given, groups, trial)
+        made = _assembled(model, optimizer, given, groups, trial, serving=serving)
     except BaseException:
         meter.close()
         raise
@@ -80,25 +82,31 @@ def wrap(
 
 def _assembled(
     model: nn.Module, optimizer: torch.optim.Optimizer, given: Arm | str | os.PathLike[str] | None, groups: Groups,
-    trial: StepCounter | None,
+    trial: StepCounter | None, *, serving: bool = False,
 ) -> DistributedOptimizer:  # fmt: skip
     """The optimizer that trains a model as a strategy says; for a `Reference` one without carriers, since DDP
     synchronizes.
     """
     layers = layers_of(model)
-    asked = _Asked(model, optimizer, None if isinstance(given, Reference) else given, layers, groups.hosts())
+    role = (groups.rank, serving)
+    asked = _Asked(model, optimizer, None if isinstance(given, Reference) else given, layers, groups.hosts(), role)
     strategy, step, names = agreed(asked, groups)
+    if strategy.servers and trial is not None:
+        raise InvalidInput(f"servers: {TRIAL_VARIABLE} is for strategies in which every rank trains")
+    groups.divide(step.replicas)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
     if not isinstance(trial, Session) or trial.switch is None:
         _same_weights(model, groups)
     if trial is not None:
         trial.name = strategy.name
     carriers, stale = [], []
-    for message in () if isinstance(given, Reference) else step.messages:
-        if message.sync.staleness:
-            stale.append(message)
-        else:
-            carriers.append(_carrier(message, parameters, groups, layers, optimizer))
+    if not isinstance(given, Reference):
+        _communicators(step, groups)
+        for message, mine in zip(step.messages, local_step(step, groups.rank).messages, strict=True):
+            if mine.sync.staleness:
+                stale.append(mine)
+            else:
+                carriers.append(_carrier(mine, message, parameters, groups, layers, optimizer))
     depots = _depots(stale, parameters, groups)
     regions = _regions(carriers, depots)
     check_optimizer(optimizer, regions)
@@ -114,9 +122,17 @@ def _assembled(
     except BaseException:
         sync.close()  # a session goes on with another strategy
         raise
-    if depots:
+    if depots or strategy.servers:
         made.follow(model)
     return made
+
+
+def _communicators(step: StrategyStep, groups: Groups) -> None:
+    """Make the communicators of all messages; all ranks make all of them together, in the order of the step."""
+    for message in step.messages:
+        for exchange in () if message.sync.staleness else message.exchanges:
+            for members in exchange.groups:
+                groups.make(groups.members(members, exchange.kind), message.lane)
 
 
 class _Asked(NamedTuple):
@@ -127,6 +143,8 @@ class _Asked(NamedTuple):
     given: Strategy | str | os.PathLike[str] | None
     layers: dict[str, nn.Linear]
     hosts: tuple[int, ...]
+    role: tuple[int, bool]
+    """This rank, and whether it was called to serve."""
 
     def read(self) -> tuple[Strategy, StrategyStep, dict[int, str], dict[str, str]]:
         """The strategy and its step, the parameters' names, and texts that must be equal on all ranks."""
@@ -136,12 +154,19 @@ class _Asked(NamedTuple):
         names = _names(self.model, self.optimizer)
         check_free(self.model)
         strategy, step = self._step(spec)
+        self._check_role(strategy)
         check_rows(self.optimizer, strategy, spec)
         return strategy, step, names, {
             "model": repr([_described(name, tensor) for name, tensor in _named_tensors(self.model)]),
             "optimizer": repr(described_optimizer(self.optimizer, names)),
             "strategy": strategy_text(strategy, as_json=True),
         }  # fmt: skip
+
+    def _check_role(self, strategy: Strategy) -> None:
+        rank, serving = self.role
+        if serving != (rank not in strategy.replicas):
+            does, call = ("trains", "distribute") if serving else ("only serves", "serve")
+            raise InvalidInput(f"servers: rank {rank} {does} in strategy {strategy.name}: call stretto.torch.{call}")
 
     def _step(self, spec: ModelSpec) -> tuple[Strategy, StrategyStep]:
         given = os.environ.get(STRATEGY_VARIABLE) or None if self.given is None else self.given
@@ -216,12 +241,14 @@ def _same_weights(model: nn.Module, groups: Groups) -> None:
 
 
 def _carrier(
-    message: Message, parameters: dict[str, nn.Parameter], groups: Groups, layers: dict[str, nn.Linear],
+    message: Message, whole: Message, parameters: dict[str, nn.Parameter], groups: Groups, layers: dict[str, nn.Linear],
     optimizer: torch.optim.Optimizer,
 ) -> VariableCarrier:  # fmt: skip
     sync, sparse = message.sync, message.pieces[0].variable.sparse
     if sync.kind == "sharded":
-        return ShardedCarrier(message, parameters, groups)
+        # The only group of a sharded message has all ranks that train, in the order of its communicator.
+        order = whole.exchanges[0].groups[0] if whole.exchanges else groups.replicas
+        return ShardedCarrier(message, parameters, groups, order=order)
     if sync.kind == "sparse_all_gather" or (sparse and sync.kind == "parameter_server"):
         return SparseCarrier(message, parameters, groups, rows_only=lambda: only_touched_rows(optimizer))
     name = sync.encoding[0]

@@ -87,7 +87,7 @@ class Compressor:
         pushes = [exchange for exchange in message.exchanges if exchange.push]
         pulls = [exchange for exchange in message.exchanges if not exchange.push]
         nbytes = sum(form.nbytes(piece, amount) for piece in message.pieces)
-        made = _summed(pushes, nbytes) if form.adds else _gathered(pushes, nbytes, step.num_ranks)
+        made = _summed(pushes, nbytes) if form.adds else _gathered(pushes, nbytes, len(step.replicas))
         if form.then is not None and (rest := sum(form.then(piece, amount) for piece in message.pieces)):
             made += [replace(back, push=True, nbytes=nbytes) for back in pulls] + _summed(pushes, rest)
         made = [replace(exchange, encoding=name, at_work_us=0.0 if at else work_us) for at, exchange in enumerate(made)]

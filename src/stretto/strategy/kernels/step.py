@@ -75,7 +75,7 @@ class Message:
     pieces: tuple[VariablePiece, ...]
     exchanges: tuple[StepExchange, ...] = ()
     updaters: tuple[int, ...] = ()
-    """The ranks that run the optimizer on the message; empty means all."""
+    """The ranks that run the optimizer on the message; empty means all that train."""
     update_share: float = 1.0
     """The share of the message that each updater updates, 0..1."""
     lane: int = 0
@@ -96,7 +96,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StrategyStep:
-    """A training step of all ranks under a strategy; `ranks` are the devices of the cluster that hold replicas."""
+    """A training step of all ranks under a strategy; `ranks` are their devices of the cluster."""
 
     strategy: Strategy
     model: ModelSpec
@@ -108,13 +108,21 @@ class StrategyStep:
 
     @property
     def num_ranks(self) -> int:
-        """The number of replicas."""
+        """The number of ranks, those that only serve among them."""
         return len(self.strategy.devices)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """The ranks that train."""
+        return self.strategy.replicas
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalStep:
-    """The part of one rank: its exchanges (with only its own group of each), and the messages that it updates."""
+    """The part of one rank: its own group of each exchange, and the messages that it updates.
+
+    An exchange in which the rank has no part stays in its place, without groups: all ranks begin them in one order.
+    """
 
     rank: int
     step: StrategyStep
@@ -150,7 +158,7 @@ class Kernel(Protocol):
         ...
 
     def localize(self, local: LocalStep) -> LocalStep:
-        """The local stage: return the step without the exchanges and updates in which ``local.rank`` has no part.
+        """The local stage: return the step without the groups and updates in which ``local.rank`` has no part.
 
         A kernel whose aspect is the same on all ranks returns its argument.
         """

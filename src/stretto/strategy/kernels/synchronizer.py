@@ -25,18 +25,18 @@ class Synchronizer:
         """Keep only this rank's groups, and the messages that it updates."""
         messages = []
         for message in local.messages:
-            mine = []
-            for exchange in message.exchanges:
-                groups = tuple(group for group in exchange.groups if local.rank in group)
-                mine += [replace(exchange, groups=groups)] if groups else []
-            messages.append(replace(message, exchanges=tuple(mine)))
-        updates = tuple(message for message in messages if not message.updaters or local.rank in message.updaters)
+            mine = tuple(
+                replace(exchange, groups=tuple(group for group in exchange.groups if local.rank in group))
+                for exchange in message.exchanges
+            )
+            messages.append(replace(message, exchanges=mine))
+        updates = tuple(m for m in messages if local.rank in (m.updaters or local.step.replicas))
         return replace(local, messages=tuple(messages), updates=updates)
 
 
 def _everyone(message: Message, step: StrategyStep) -> Groups:
     order = tuple(step.strategy.rank(name) for name in message.sync.sequence)
-    return (order or tuple(range(step.num_ranks)),)
+    return (order or step.replicas,)
 
 
 def _all_reduce(message: Message, step: StrategyStep) -> Message:
@@ -54,7 +54,7 @@ def _all_reduce(message: Message, step: StrategyStep) -> Message:
 
 
 def _gathered(message: Message, step: StrategyStep) -> Message:
-    total = step.num_ranks * sum(piece.rows_bytes for piece in message.pieces)
+    total = len(step.replicas) * sum(piece.rows_bytes for piece in message.pieces)
     one = StepExchange(kind="all_gather", groups=_everyone(message, step), nbytes=total, push=True)
     return replace(message, exchanges=_used(one))
 
@@ -65,7 +65,7 @@ def _sharded(message: Message, step: StrategyStep) -> Message:
         StepExchange(kind="reduce_scatter", groups=groups, nbytes=message.nbytes, push=True),
         StepExchange(kind="all_gather", groups=groups, nbytes=message.nbytes, push=False),
     )
-    return replace(message, exchanges=exchanges, update_share=1 / step.num_ranks)
+    return replace(message, exchanges=exchanges, update_share=1 / len(step.replicas))
 
 
 def _served(message: Message, step: StrategyStep) -> Message:
@@ -77,7 +77,7 @@ def _served(message: Message, step: StrategyStep) -> Message:
     sparse, copied = message.pieces[0].variable.sparse, step.model.runtime == "torch"
     up, down = ("gather", "broadcast" if copied else "scatter") if sparse else ("reduce", "broadcast")
     each = sum(piece.rows_bytes for piece in message.pieces)
-    changed = sum(min(piece.rows_bytes * step.num_ranks, piece.table_bytes) for piece in message.pieces)
+    changed = sum(min(piece.rows_bytes * len(step.replicas), piece.table_bytes) for piece in message.pieces)
 
     def exchange(kind: str, groups: Groups, push: bool, below: int = 1) -> StepExchange:
         # A station passes on the rows of all ranks below it.
@@ -95,7 +95,7 @@ def _served(message: Message, step: StrategyStep) -> Message:
             exchange(down, outer, False, below), exchange(down, inner, False),
         )  # fmt: skip
     else:
-        rest = tuple(rank for rank in range(step.num_ranks) if rank != server)
+        rest = tuple(rank for rank in step.replicas if rank != server)
         exchanges = _used(exchange(up, ((server, *rest),), True), exchange(down, ((server, *rest),), False))
     return replace(message, exchanges=exchanges, updaters=(server,))
 
@@ -108,7 +108,8 @@ def _levels(message: Message, step: StrategyStep, server: int | None) -> tuple[G
     stations = {step.strategy.rank(name) for name in message.sync.transfer}
     inner: list[tuple[int, ...]] = []
     outer: list[int] = [] if server is None else [server]
-    for ranks in step.hosts:
+    for all_ranks in step.hosts:
+        ranks = [rank for rank in all_ranks if rank in (server, *step.replicas)]
         here = [rank for rank in ranks if rank in stations]
         center = server if server in ranks else here[0] if here else None
         if center is None:

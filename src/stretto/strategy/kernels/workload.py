@@ -38,23 +38,32 @@ def workload_of(step: StrategyStep, *, slowdown: Sequence[float] = ()) -> Worklo
     ops = []
     for at, names in enumerate(units):
         us = sum(step.model.variable(name).forward_us for name in names)
-        ops.append(_compute(f"fwd-{at}", us, waits.get(at, []), "forward", slowdown))
+        ops.append(_compute(f"fwd-{at}", us, waits.get(at, []), "forward", step, slowdown))
     for at in reversed(range(len(units))):
         us = sum(step.model.variable(name).backward_us for name in units[at])
-        ops.append(_compute(f"bwd-{at}", us, [], "backward", slowdown))
+        ops.append(_compute(f"bwd-{at}", us, [], "backward", step, slowdown))
         ops += comm.get(at, [])
     return Workload(
         name=f"{step.model.name}:{step.strategy.name}", num_ranks=step.num_ranks, ops=(*ops, *updates),
-        samples=float(step.model.batch * step.num_ranks),
+        samples=float(step.model.batch * len(step.replicas)),
         notes=(f"strategy {step.strategy.name} for {step.model.name}",),
     )  # fmt: skip
 
 
-def _compute(name: str, us: float, after: Sequence[Dep], phase: str, slowdown: Sequence[float]) -> Op:
-    waits = tuple(dict.fromkeys(after))
-    if len(set(slowdown)) > 1:
-        return Op(name=name, after=waits, phase=phase, durations_us=tuple(us * factor for factor in slowdown))
-    return Op(name=name, after=waits, phase=phase, duration_us=us * (slowdown[0] if slowdown else 1.0))
+def _compute(
+    name: str, us: float, after: Sequence[Dep], phase: str, step: StrategyStep, slowdown: Sequence[float]
+) -> Op:
+    waits, ranks = tuple(dict.fromkeys(after)), _training(step)
+    factors = [slowdown[rank] for rank in step.replicas] if slowdown else [1.0]
+    if len(set(factors)) > 1:
+        each = tuple(us * factor for factor in factors)
+        return Op(name=name, after=waits, phase=phase, ranks=ranks, durations_us=each)
+    return Op(name=name, after=waits, phase=phase, ranks=ranks, duration_us=us * factors[0])
+
+
+def _training(step: StrategyStep) -> tuple[int, ...]:
+    """The ranks of an op that all replicas do: empty where every rank is one."""
+    return step.replicas if step.strategy.servers else ()
 
 
 def exchange_name(message: Message, number: int) -> str:
@@ -69,11 +78,11 @@ def _message_ops(message: Message, step: StrategyStep, ready: list[Dep]) -> tupl
     update = Op(name=f"update-{message.name}")
     for number, exchange in enumerate(message.exchanges):
         if not exchange.push and not pulls:
-            update = _update(message, after)
+            update = _update(message, step, after)
             after = (Dep(op=update.name),)
         if exchange.at_work_us:
             encode = Op(
-                name=f"encode-{message.name}", after=after, stream="encode", phase="backward",
+                name=f"encode-{message.name}", after=after, stream="encode", phase="backward", ranks=_training(step),
                 duration_us=exchange.at_work_us,
             )  # fmt: skip
             pushes.append(encode)
@@ -87,15 +96,16 @@ def _message_ops(message: Message, step: StrategyStep, ready: list[Dep]) -> tupl
         )  # fmt: skip
         (pushes if exchange.push else pulls).append(op)
         after = (Dep(op=op.name),)
-    return pushes, update if pulls else _update(message, after), pulls
+    return pushes, update if pulls else _update(message, step, after), pulls
 
 
-def _update(message: Message, after: tuple[Dep, ...]) -> Op:
+def _update(message: Message, step: StrategyStep, after: tuple[Dep, ...]) -> Op:
     nbytes = message.nbytes * message.update_share
     if message.pieces[0].variable.sparse:
         nbytes = sum(piece.rows_bytes for piece in message.pieces)
     return Op(
-        name=f"update-{message.name}", after=after, phase="optimizer", ranks=tuple(sorted(message.updaters)),
+        name=f"update-{message.name}", after=after, phase="optimizer",
+        ranks=tuple(sorted(message.updaters)) or _training(step),
         duration_us=UPDATE_PASSES * nbytes / (MEMORY_GB_PER_S * 1e3),
     )  # fmt: skip
 
