@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from common import Row, run_cases
+from common import Case, Row, run_cases
 from pipeline_mesh import meshes
 
 from stretto.lab import Lab, unavailable
@@ -170,7 +170,7 @@ def real(quick: bool) -> list[Row]:
     ]  # fmt: skip
 
 
-PARTS = {"fig7": fig7, "fig9": fig9, "memory": memory, "search": searching, "real": real,
+PARTS: dict[str, Case] = {"fig7": fig7, "fig9": fig9, "memory": memory, "search": searching, "real": real,
          "meshes 8": partial(meshes, ranks=8), "meshes 12": partial(meshes, ranks=12)}  # fmt: skip
 
 

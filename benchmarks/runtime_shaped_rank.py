@@ -82,21 +82,30 @@ def sent_bytes() -> int:
     raise SystemExit(f"no interface {device}")
 
 
-def measure(run: Callable[[], object], times: int) -> dict[str, Any]:
-    """Per run from the agreed beginning until the last rank's end; and how busy processors and uplinks were."""
+def measure(run: Callable[[], object], times: int, group: Any = None) -> dict[str, Any]:
+    """Per run from the agreed beginning until the last rank's end; and how busy processors and uplinks were.
+
+    Args:
+        run: what is measured.
+        times: how often.
+        group: the ranks that measure together; None takes all.
+
+    Returns:
+        Times of all runs, shares of processors, and bytes on the busiest uplink.
+    """
     taken, busy, total, own, sent = [], 0, 0, 0.0, 0
     for _ in range(times):
         start = torch.tensor([time.monotonic() + LEAD_S], dtype=torch.float64)
-        dist.all_reduce(start, dist.ReduceOp.MAX)
+        dist.all_reduce(start, dist.ReduceOp.MAX, group=group)
         time.sleep(max(0.0, float(start) - time.monotonic()))
         before, ticks, spent = sent_bytes(), processor_ticks(), time.process_time()
         run()
         end, spent = time.monotonic(), time.process_time() - spent
         after, sends = processor_ticks(), sent_bytes() - before
         slowest = torch.tensor([end, float(sends)], dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
         everyone = torch.tensor([spent], dtype=torch.float64)
-        dist.all_reduce(everyone)
+        dist.all_reduce(everyone, group=group)
         taken.append((float(slowest[0]) - float(start)) * 1e6)
         own += float(everyone)
         busy, total, sent = busy + after[0] - ticks[0], total + after[1] - ticks[1], max(sent, int(slowest[1]))

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strategies with all bytes of full-size models, on real links of the lab.
+
+VGG16 (138 M parameters), ResNet-101 (45 M), BERT with 12 layers (109 M) and NCF (122 M), in 32 bits, on four hosts
+with one rank each behind shaped uplinks; two further hosts only serve in the rows `... on servers`. Every parameter
+is there, every gradient is sent and every parameter updated; forward and backward passes are pauses of the zoo's
+times for a T4 (a roofline, not a measurement), so that processors do nothing but move bytes. A step is right if every
+parameter has the sum that all ranks' gradients give (`exact`).
+
+`ratio` is the time of DDP's buckets (`all_reduce`) over a system's; `predicted_us` is `simulate_strategy` on the lab's
+links and `error` how far the measured time is from it; `bound_us` what the busiest link or the compute takes at least.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median, pstdev
+from typing import Any
+
+from common import Row, run_cases
+
+from stretto.cluster import Cluster
+from stretto.lab import Lab, unavailable
+from stretto.lab.layout import wire_bytes
+from stretto.strategy import build, simulate_strategy, zoo
+
+RANK = Path(__file__).with_name("strategy_full_rank.py")
+MODELS = ("vgg16", "resnet101", "bert_12l", "ncf_dense")
+TRAINS, SERVES = 4, 2
+RATE = "1gbit"
+STEPS = 3
+SYSTEMS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "all_reduce": ("all_reduce", TRAINS, {}),
+    "partitioned_all_reduce": ("partitioned_all_reduce", TRAINS, {}),
+    "ps": ("ps", TRAINS, {}),
+    "ps_balanced": ("ps_balanced", TRAINS, {}),
+    "partitioned_ps": ("partitioned_ps", TRAINS, {}),
+    "zero2": ("zero2", TRAINS, {}),
+    "all_reduce, float16": ("all_reduce", TRAINS, {"encoder": "float16"}),
+    "partitioned_ps on servers": ("partitioned_ps", TRAINS + SERVES, {}),
+}
+"""The builder, how many ranks take part (those from the fifth on only serve), and options."""
+QUICK = ("all_reduce", "partitioned_ps", "partitioned_ps on servers")
+
+
+def predicted(name: str, system: str, cluster: Cluster) -> tuple[float, float]:
+    """The simulated time of a step, and the least that its busiest link or its compute takes."""
+    builder, ranks, options = SYSTEMS[system]
+    model = replace(zoo.model(name), runtime="torch")
+    names = list(cluster.node_names[:ranks])
+    strategy = build(builder, model, names, serve=names[TRAINS:], **options)
+    found = simulate_strategy(strategy, model, cluster)
+    return found.iteration_us, found.bound_us
+
+
+def case(quick: bool, name: str) -> list[Row]:
+    """One model under all strategies."""
+    if reason := unavailable():
+        print(f"{name}: skipped: {reason}", file=sys.stderr)
+        return []
+    chosen = [system for system in SYSTEMS if not quick or system in QUICK]
+    jobs = [
+        {"name": system, "builder": SYSTEMS[system][0], "ranks": SYSTEMS[system][1], "options": SYSTEMS[system][2]}
+        for system in chosen
+    ]
+    about = {"model": name, "trains": TRAINS, "steps": 1 if quick else STEPS, "jobs": jobs}
+    with Lab(hosts=TRAINS + SERVES, ranks_per_host=1, uplinks={"eth": RATE}) as lab:
+        cluster = lab.cluster()
+        done = lab.run([sys.executable, str(RANK), json.dumps(about)], timeout_s=1500)
+    if done.exit_code:
+        sys.exit(f"{name}: rank {done.failed}: {done.errors[done.failed or 0][-3000:]}")
+    lines = {line["system"]: line for line in map(json.loads, done.outputs[0].splitlines()) if "system" in line}
+    base = median(lines["all_reduce"]["times_us"])
+    share = wire_bytes(1 << 20) / (1 << 20)
+    millions = sum(v.elements for v in zoo.model(name).variables) / 1e6
+    rows: list[Row] = []
+    for system, line in lines.items():
+        took = median(line["times_us"])
+        guess, bound = predicted(name, system, cluster)
+        rows.append({
+            "case": f"{name}, {millions:.0f} M parameters", "system": system, "exact": line["exact"], "step_us": took,
+            "deviation": pstdev(line["times_us"]) / took, "ratio": base / took, "predicted_us": guess * share,
+            "error": took / (guess * share) - 1, "bound_us": bound * share, "over_bound": took / (bound * share) - 1,
+            "cpu": line["cpu"], "machine_cpu": line["machine_cpu"],
+        })  # fmt: skip
+    return rows
+
+
+PARTS = {name: partial(case, name=name) for name in MODELS}
+
+
+if __name__ == "__main__":
+    run_cases(__file__, __doc__, "strategies, full size", PARTS)
