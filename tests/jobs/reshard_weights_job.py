@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import stretto
 import stretto.torch
-from stretto.resharding.tensors.carrier import Mover
+from stretto.resharding.tensors.movers import Mover
 from stretto.resharding.tensors.weights import Weights, WeightSync
 from stretto.weights import WeightMapping
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from stretto import InvalidInput
 from stretto.resharding import UnitTask
-from stretto.resharding.tensors.rounds import cut, rounds_of
+from stretto.resharding.tensors.rounds import deal, split, streams_of
 
 Outcomes = dict[str, list[Any]]
 SERVERS, LOST = range(2, 6), 1
@@ -61,7 +62,7 @@ def test_the_version_before_stays_until_the_next_update_which_waits_for_its_read
         ("shapes of a rank", "rank 1 has (66, 16)"),
         ("no tensor", "source['up']: must be a tensor, not str"),
         ("nothing", "no rank gives a tensor"),
-        ("staging", "staging_bytes: 1 does not hold one element; give at least 8"),
+        ("staging", "staging_bytes: 1 does not hold one element of each; give at least 48"),
         ("other staging", "staging_bytes: is 2097152 on rank 3"),
         ("changed source", "source['norm']: is (16,) float64"),
     ],
@@ -115,28 +116,37 @@ def task(rows: int, columns: int, *, holders: tuple[int, ...] = (0,), receivers:
 
 
 @pytest.mark.parametrize("limit", [64, 100, 1000, 5000, 1 << 20])
-def test_rounds_move_everything_once_and_keep_to_the_limit(limit: int) -> None:
+@pytest.mark.parametrize("unit", [1, 16])
+def test_rounds_move_everything_once_and_keep_to_the_limit(limit: int, unit: int) -> None:
     tasks = [task(8, 16), task(1, 37, receivers=(1, 2)), task(3, 5, holders=(0, 1), receivers=(1, 2)), task(1, 1)]
-    rounds = rounds_of(tasks, limit)
-    assert sum(piece.nbytes for these in rounds for piece in these) == sum(t.nbytes for t in tasks)
+    streams = streams_of(tasks, limit, unit=unit)
+    rounds = deal(tasks, streams)
+    assert sum(piece.task.nbytes for these in rounds for piece in these) == sum(t.nbytes for t in tasks)
+    for device in range(3):
+        held = sum(s.nbytes * ((device in s.holders[0]) + (device in s.receivers)) for s in streams)
+        assert held <= limit
     for these in rounds:
-        for device in range(3):
-            held = sum(p.nbytes * (device in p.holders[0]) + p.nbytes * (device in p.receivers) for p in these)
-            assert held <= limit
+        taken = [(p.stream, at) for p in these for at in range(p.offset, p.offset + p.task.nbytes)]
+        assert len(set(taken)) == len(taken) and all(at < streams[stream].nbytes for stream, at in taken)
+        assert all(p.offset % p.task.align == 0 for p in these)
 
 
-def test_pieces_of_a_task_tile_its_box() -> None:
-    whole = task(3, 8)
-    for count in range(1, 30):
-        cells = [
-            (i, j)
-            for piece in cut(whole, count)
-            for i in range(*piece.box[0])
-            for j in range(*piece.box[1])
-        ]  # fmt: skip
-        assert sorted(cells) == [(i, j) for i in range(3) for j in range(8)]
+def test_pieces_of_random_tasks_tile_their_boxes() -> None:
+    rng = random.Random(3)
+    for _ in range(300):
+        whole = task(rng.randint(1, 5), rng.randint(1, 12))
+        left, cells, room = [whole], [], 0
+        while left:
+            room = room if room >= 4 else rng.randint(1, 20) * 4
+            head, rest = split(left.pop(0), room, rng.randint(0, 40))
+            left = rest + left
+            room -= head.nbytes if head is not None else room
+            if head is not None:
+                assert head.nbytes == 4 * (head.box[0][1] - head.box[0][0]) * (head.box[1][1] - head.box[1][0])
+                cells += [(i, j) for i in range(*head.box[0]) for j in range(*head.box[1])]
+        assert sorted(cells) == [(i, j) for i in range(whole.box[0][1]) for j in range(whole.box[1][1])]
 
 
 def test_a_limit_below_one_element_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="staging_bytes: 3 does not hold one element; give at least 4"):
-        rounds_of([task(2, 2)], 3)
+    with pytest.raises(InvalidInput, match="staging_bytes: 3 does not hold one element of each; give at least 4"):
+        streams_of([task(2, 2)], 3)

@@ -1,39 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks that move tensors together: their process group, the cluster they plan for, and the
-transport of the bytes.
-"""
+"""The ranks that move tensors together: their process group, and the cluster they plan for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from ...cluster import Cluster
-from ...errors import InvalidInput, StrettoError
+from ...cluster import Cluster, Link, Node
+from ...errors import InvalidInput
 from ...process_state import STATE, ProcessPart
-from ...programs.lower import lower
 from ...programs.lowered import Lowered
 from ...runtime.executor.executor import Executor, LoadedProgram
 from ...runtime.executor.forks import check_world
 from ...runtime.torch_backend.backend import StrettoGroup
+from ...runtime.torch_backend.cuda_clock import cuda
+from ...runtime.torch_backend.gpu_options import gpu_options
 from ...runtime.torch_backend.job_store import start_store
-from ...simulator import simulate
-from .. import ReshardPlan
 from .agree import ReshardAgreement
 from .world import SyncWorld
 
 MESSAGE_BYTES = 256 << 10
 """Chunks of a plan are sent whole up to this many bytes, larger chunks in slices, one after the other."""
-CHECK_S = 0.5
-REDUCE: dict[str, Callable[..., torch.Tensor]] = {
-    "sum": torch.add, "avg": torch.add, "prod": torch.mul, "min": torch.minimum, "max": torch.maximum,
-}  # fmt: skip
-Check = Callable[[], None]
+
+
+GPU_GB_PER_S, GPU_ALPHA_US = 400.0, 2.0
+"""Assumed of GPUs of one host where no cluster says better; only the size of chunks follows from them."""
 
 
 class ReshardGroups(ProcessPart):
@@ -67,6 +62,11 @@ def agreement() -> ReshardAgreement:
     return default_world().agreement
 
 
+def gpu_state() -> str:
+    """What the environment says about programs on GPU memory, which must be the same on all ranks."""
+    return "on" if gpu_options().enabled else "off"
+
+
 class ReshardGroup:
     """A process group of its own over some ranks of the job; all of these ranks construct it together."""
 
@@ -94,6 +94,10 @@ class ReshardGroup:
         self.executor: Executor | None = None if why else engine.job.executor
         self.why = why
         """The reason why the executor does not move the bytes; empty if it does."""
+        self.gpu_why = ""
+        """The reason why tensors on GPUs go through the hosts' memory; empty if they do not, or nobody has asked."""
+        self._symmetric: torch.Tensor | None = None
+        self._lanes: list[Any] = []
 
     @classmethod
     def shared(cls, ranks: Sequence[int]) -> ReshardGroup:
@@ -117,6 +121,34 @@ class ReshardGroup:
         ranks = [engine.job.rank_of[r] for r in engine.selector.devices]
         return self.executor.load(program, ranks=ranks, communicator=engine.communicator, message_bytes=MESSAGE_BYTES)
 
+    def gpu(self) -> torch.device | None:
+        """The GPU of this rank, if programs can run on the memory of the group's GPUs; all ranks of the group ask."""
+        device = torch.device("cuda", cuda.current_device())
+        self.gpu_why = "one rank alone" if len(self.ranks) < 2 else str(self.group.gpu.join(device))
+        return None if self.gpu_why else device
+
+    def gpu_cluster(self) -> Cluster:
+        """What programs on GPU memory are planned for: the known cluster, or GPUs behind one switch."""
+        known: Cluster | None = self.group.engine.selector.cluster
+        return known or _gpu_switch(len(self.ranks))
+
+    def lanes(self, device: torch.device) -> list[Any]:
+        """The streams on which all transfers of this group pack, move and unpack."""
+        if not self._lanes:
+            self._lanes = [cuda.Stream(device, priority=-1) for _ in range(3)]
+        return self._lanes
+
+    def symmetric(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Memory of this rank's GPU that all ranks of the group write to; all of them ask for as much.
+
+        What was given before may be used again by now: programs of one group run one behind the other.
+        """
+        if self._symmetric is None or len(self._symmetric) < nbytes:
+            if self._symmetric is not None:
+                cuda.synchronize(device)
+            self._symmetric = self.group.gpu.empty(nbytes, torch.uint8, device)
+        return self._symmetric[:nbytes]
+
     def close(self) -> None:
         """End the process group; a second call does nothing."""
         if self.group is not None:
@@ -124,112 +156,12 @@ class ReshardGroup:
             self.group = self.executor = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Mover:
-    """Moves the bytes of one plan between packed buffers."""
-
-    carrier: ReshardGroup
-    plan: ReshardPlan
-    handle: LoadedProgram | None
-    """The program on the executor; None if messages are sent one by one."""
-    dtype: torch.dtype
-    op: str
-    """The kind of the pending reduction; empty if bytes are only moved."""
-
-    @classmethod
-    def of(cls, carrier: ReshardGroup, plan: ReshardPlan, dtype: torch.dtype, op: str, device: str) -> Mover:
-        """A mover that uses the executor if it can, else single messages; all ranks decide alike.
-
-        Args:
-            carrier: the ranks that take part.
-            plan: the plan, the same on all ranks.
-            dtype: element type, for a pending reduction.
-            op: kind of the pending reduction; empty if bytes are only moved.
-            device: kind of device that the buffers are on, such as "cpu"; only "cpu" uses the executor.
-
-        Returns:
-            The mover.
-        """
-        handle = None
-        if carrier.executor is not None and device == "cpu" and plan.program is not None:
-            handle = carrier.load(lower(plan.program))
-        return cls(carrier=carrier, plan=plan, handle=handle, dtype=dtype if op else torch.uint8, op=op)
-
-    def predicted_us(self, share: float = 1.0) -> float:
-        """Predicted microseconds of the program with fairly shared links, if `share` times its bytes are moved."""
-        program, cluster = self.plan.program, self.plan.cluster
-        if program is None:
-            return 0.0
-        return simulate(program, cluster, nbytes=share * self.plan.nbytes, contention="fair").total_us
-
-    def start(self, packed: torch.Tensor, unpacked: torch.Tensor) -> Callable[[Check], None]:
-        """Begin to move bytes; the returned function waits for the end and calls its argument from time to time."""
-        if self.handle is None:
-            return self._start_messages(packed, unpacked)
-        executor = self.carrier.executor
-        if executor is None:
-            raise StrettoError("the process group has ended")
-        work = executor.start(
-            self.handle,
-            packed.data_ptr(),
-            unpacked.data_ptr(),
-            self.plan.nbytes // self.dtype.itemsize,
-            str(self.dtype).removeprefix("torch."),
-            self.op or "sum",
-            timeout_s=self.carrier.group.engine.timeout_s,
-            keep=(packed, unpacked),
-        )
-
-        def wait(check: Check) -> None:
-            while not work.wait(CHECK_S):
-                check()
-
-        return wait
-
-    def _start_messages(self, packed: torch.Tensor, unpacked: torch.Tensor) -> Callable[[Check], None]:
-        """Send every bundle directly from one holder to each device that wants it; summands are added where the sum is
-        wanted.
-        """
-        me, group = self.carrier.me, self.carrier.group
-        peer = {device: at for at, device in enumerate(self.carrier.device.values())}
-        load: dict[int, int] = {}
-        works: list[dist.Work] = []
-        after: list[Callable[[], None]] = []
-        have = want = 0
-        for bundle in self.plan.bundles:
-            holds = any(me in alike for alike in bundle.holders)
-            mine = packed[have : have + bundle.nbytes] if holds else packed[:0]
-            goal = unpacked[want : want + bundle.nbytes] if me in bundle.receivers else unpacked[:0]
-            have, want = have + len(mine), want + len(goal)
-            for receiver in bundle.receivers:
-                parts: list[torch.Tensor] = []
-                for alike in bundle.holders:
-                    sender = receiver if receiver in alike else min(alike, key=lambda d: (load.get(d, 0), d))
-                    load[sender] = load.get(sender, 0) + bundle.nbytes * (sender != receiver)
-                    if receiver == me and sender == me:
-                        parts.append(mine)
-                    elif receiver == me:
-                        parts.append(torch.empty_like(goal) if len(bundle.holders) > 1 else goal)
-                        works.append(group.recv([parts[-1]], peer[sender], 0))
-                    elif sender == me:
-                        works.append(group.send([mine], peer[receiver], 0))
-                if receiver == me:
-                    after.append(lambda goal=goal, parts=parts: self._combine(goal, parts))  # type: ignore[misc]
-
-        def wait(_: Check) -> None:
-            for work in works:
-                work.wait()
-            for each in after:
-                each()
-
-        return wait
-
-    def _combine(self, goal: torch.Tensor, parts: list[torch.Tensor]) -> None:
-        if len(parts) == 1:
-            if parts[0].data_ptr() != goal.data_ptr():
-                goal.copy_(parts[0])
-            return
-        total = parts[0].view(self.dtype).clone()
-        for part in parts[1:]:
-            REDUCE[self.op](total, part.view(self.dtype), out=total)
-        goal.view(self.dtype).copy_(total / len(parts) if self.op == "avg" else total)
+def _gpu_switch(count: int) -> Cluster:
+    """GPUs of one host, each with a port at a switch: enough to know that a holder's port is shared by its readers."""
+    nodes = [Node(name=f"g{at}") for at in range(count)] + [Node(name="switch", kind="switch")]
+    links = [
+        Link(src=src, dst=dst, alpha_us=GPU_ALPHA_US / 2, gb_per_s=GPU_GB_PER_S)
+        for at in range(count)
+        for src, dst in ((at, count), (count, at))
+    ]
+    return Cluster.build("assumed GPUs", nodes=nodes, links=links)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .transfer import Transfer
 
 MAX_PLANS = 64
+GPU_STAGING_BYTES = 128 << 20
+"""What a rank packs at a time of a tensor that moves on GPU memory."""
 
 
 class PlannedTransfers(ProcessPart):
@@ -99,7 +101,7 @@ def reshard(
         InvalidInput: on all ranks, if an argument is wrong or differs between ranks.
         PeerLost: a rank has died or does not come.
     """
-    from .carrier import agreement
+    from .carrier import agreement, gpu_state
 
     agreed = agreement()
     try:
@@ -112,7 +114,7 @@ def reshard(
     ranks = sorted({*src.ranks, *dst.ranks})
     if agreed.rank not in ranks:
         raise InvalidInput(f"reshard: rank {agreed.rank} is in neither mesh; only ranks of the meshes call it")
-    label = f"reshard of {src} to {dst}"
+    label = f"reshard of {src} to {dst}" + (f" with STRETTO_GPU {gpu_state()}" if dst.device == "cuda" else "")
     for rank, text in zip(ranks, agreed.gather(ranks, label, label), strict=True):
         if text != label:
             raise InvalidInput(f"rank {rank}: {text}, but rank {agreed.rank}: {label}")
@@ -169,13 +171,22 @@ def _transfer(src: PlacedTensor, dst: PlacedTensor, ranks: Sequence[int]) -> Tra
     from .transfer import Move, Transfer
 
     carrier = ReshardGroup.shared(ranks)
+    gpu = carrier.gpu() if dst.device == "cuda" else None
     key = f"{src} to {dst}"
     known = _TRANSFERS.by_layouts
     held = known.get(key)
     if held is None or held[0] is not carrier:
         while len(known) >= MAX_PLANS:
             known.popitem(last=False)
-        known[key] = carrier, Transfer(carrier, [Move(name="tensor", src=src, dst=dst)])
+        known[key] = (
+            carrier,
+            Transfer(
+                carrier,
+                [Move(name="tensor", src=src, dst=dst)],
+                gpu=gpu,
+                staging_bytes=GPU_STAGING_BYTES if gpu else None,
+            ),
+        )
     known.move_to_end(key)
     return known[key][1]
 
@@ -202,8 +213,9 @@ def _run(
     holds = me in transfer.moves[0].src.ranks and not dst.empty
     source = local_of(tensor) if holds and tensor is not None else None
     sources, targets = [source], [local if here and local.numel() else None]
-    finish = transfer.start(0, sources, targets) if transfer.rounds else None
     transfer.copy_here(sources, targets)
+    # On GPU memory a tensor may take several rounds, all of which are queued at once; else there is one.
+    finishes = [transfer.start(at, sources, targets) for at in range(len(transfer.rounds))]
     result = around(local, mesh, placements, dst.shape)
-    work = Resharding((lambda: finish(lambda: None)) if finish else None, result)
+    work = Resharding(lambda: [finish(lambda: None) for finish in finishes], result)
     return work if later else work.wait()

@@ -14,7 +14,7 @@ import torch
 
 from ...errors import InvalidInput, StrettoError
 from ...files import typed
-from .carrier import ReshardGroup, default_world
+from .carrier import ReshardGroup, default_world, gpu_state
 from .describe import AnyTensor, PlacedTensor, TensorPart, like, local_of, placed_tensor
 from .transfer import Move, Transfer
 from .world import SyncWorld
@@ -29,6 +29,7 @@ class _Sides(msgspec.Struct, frozen=True, kw_only=True):
     source: dict[str, PlacedTensor]
     target: dict[str, PlacedTensor]
     staging_bytes: int
+    gpu: str
 
 
 class ReshardState:
@@ -42,13 +43,13 @@ class ReshardState:
         self._agreement = self.world.agreement
         self.rank = self.world.rank
         self.ranks, why = _ranks(ranks, self.world)
-        mine = _Sides(source={}, target={}, staging_bytes=0)
+        mine = _Sides(source={}, target={}, staging_bytes=0, gpu="")
         try:
             if not isinstance(staging_bytes, int) or staging_bytes < 1:
                 raise InvalidInput(f"staging_bytes: must be >= 1, not {staging_bytes}")
             mine = _Sides(
                 source=_described("source", source, self.rank), target=_described("target", target, self.rank),
-                staging_bytes=staging_bytes,
+                staging_bytes=staging_bytes, gpu=gpu_state(),
             )  # fmt: skip
         except InvalidInput as error:
             why = why or str(error)
@@ -68,7 +69,8 @@ class ReshardState:
         self._carrier = ReshardGroup(self.ranks, self.world)
         why = ""
         try:
-            self.transfer = Transfer(self._carrier, moves, staging_bytes=staging_bytes, keep=True)
+            gpu = self._carrier.gpu() if moves[0].dst.device == "cuda" else None
+            self.transfer = Transfer(self._carrier, moves, staging_bytes=staging_bytes, keep=True, gpu=gpu)
             detached = {name: like(t, local_of(t)) for name, t in self._target.items()}
             second = detached
             if copies > 1:
@@ -235,6 +237,9 @@ def _moves(everyone: dict[int, _Sides]) -> list[Move]:
     """One move for each tensor and target layout; raises the same `InvalidInput` on all ranks."""
     limits = {rank: sides.staging_bytes for rank, sides in everyone.items()}
     first = next(iter(everyone))
+    for rank, sides in everyone.items():
+        if sides.gpu != everyone[first].gpu:
+            raise InvalidInput(f"STRETTO_GPU: is {sides.gpu} on rank {rank}, {everyone[first].gpu} on rank {first}")
     for rank, limit in limits.items():
         if limit != limits[first]:
             raise InvalidInput(f"staging_bytes: is {limit} on rank {rank}, {limits[first]} on rank {first}")

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,14 +14,19 @@ from ...errors import InvalidInput
 from ...runtime.torch_backend.engine import REDUCED
 from .. import Layout, ReshardPlan, Tensor, UnitTask, decompose, plan_tensors
 from ..tasks import Box
-from .carrier import Check, Mover, ReshardGroup
+from .carrier import ReshardGroup
 from .describe import PlacedTensor, dtype_of
-from .rounds import rounds_of
+from .movers import Check, GpuMover, Mover, mover_of
+from .packing import Part, RoundBuffers, Tensors, pack, unpack
+from .rounds import Rounds, Stream, deal, streams_of
 
 OPS = {"product": "prod"}
 """The executor's names of reductions, where they differ from `REDUCTIONS`."""
-Tensors = Sequence[torch.Tensor | None]
-"""This rank's local part of each tensor; None where the rank has none."""
+DEPTH = 2
+"""Rounds under way at a time: one is packed or unpacked while another one moves."""
+GPU_BYTES = 1 << 30
+"""The most bytes of a round on GPU memory, whose programs count bytes in 31 bits."""
+VECTOR_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,47 +40,41 @@ class Move:
     dst_meshes: tuple[tuple[int, ...], ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Part:
-    """A box of a local tensor, and its place in a packed buffer."""
-
-    tensor: int
-    where: tuple[slice, ...]
-    offset: int
-    nbytes: int
-    dtype: torch.dtype
-
-    def of(self, tensors: Tensors) -> torch.Tensor:
-        local = tensors[self.tensor]
-        assert local is not None
-        return (local if local.ndim else local.view(1))[self.where]
-
-    def packed(self, buffer: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        return buffer[self.offset : self.offset + self.nbytes].view(self.dtype).view(shape)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Round:
+class Round:
+    """One run of a program: which boxes of this rank's tensors it takes and brings."""
+
     mover: Mover
-    inputs: list[_Part]
-    outputs: list[_Part]
+    inputs: list[Part]
+    outputs: list[Part]
     in_bytes: int
     out_bytes: int
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Program:
+    """What carries all tasks of one kind: its streams, the mover, and where this rank has each stream."""
+
+    tasks: list[UnitTask]
+    streams: list[Stream]
+    mover: Mover
+    starts: tuple[dict[int, int], dict[int, int]]
+    """The offset of each stream in this rank's packed input and output."""
+    sizes: tuple[int, int]
+
+
 class Transfer:
-    """The transfer of all tensors together, with one plan for each round.
+    """The transfer of all tensors together: one plan for all tasks of a kind, run in as many rounds as it takes.
 
     All ranks of the group construct it with the same moves. `staging_bytes` limits the memory for packed tensors on
-    every rank; with `keep` that memory stays allocated.
+    every rank; with `keep` that memory stays allocated. With `gpu`, programs run on the memory of that GPU.
     """
 
     def __init__(
-        self, carrier: ReshardGroup, moves: Sequence[Move], *, staging_bytes: int | None = None, keep: bool = False
-    ) -> None:
-        self.carrier, self.moves = carrier, tuple(moves)
-        self._keep = keep
-        self._kept: dict[tuple[str, str], torch.Tensor] = {}
+        self, carrier: ReshardGroup, moves: Sequence[Move], *, staging_bytes: int | None = None, keep: bool = False,
+        gpu: torch.device | None = None,
+    ) -> None:  # fmt: skip
+        self.carrier, self.moves, self.gpu = carrier, tuple(moves), gpu
         device = carrier.device
         some = [(at, move) for at, move in enumerate(moves) if not move.dst.empty]
         self._number = [at for at, _ in some]
@@ -90,18 +89,18 @@ class Transfer:
             for at, move in some
         ]
         self._begin = [[_begins(side, t.shape, carrier.me) for side in (t.src, t.dst)] for t in self._tensors]
-        tasks = self._tasks = decompose(self._tensors) if self._tensors else ()
-        me = carrier.me
-        self._here = [
-            (self._part(task, 0, 0), self._part(task, 1, 0))
-            for task in tasks
-            if not task.reduction and me in task.holders[0] and me in task.receivers and not task.missing
+        self._tasks = decompose(self._tensors) if self._tensors else ()
+        self._programs = [
+            self._program(tasks, op, dtype_of(dtype) if op else torch.uint8, staging_bytes)
+            for (op, dtype, _), tasks in _alike(self._tasks, self.moves, self._number).items()
         ]
-        self.rounds: list[_Round] = []
-        known: dict[Any, Mover] = {}
-        for (op, dtype, _), group in _alike(tasks, self.moves, self._number).items():
-            for these in rounds_of(group, staging_bytes) if staging_bytes else [tuple(group)]:
-                self.rounds.append(self._round(these, op, dtype_of(dtype) if op else torch.uint8, known))
+        self.rounds = self.rounds_for(None)
+        largest = [max((program.sizes[side] for program in self._programs), default=0) for side in (0, 1)]
+        self._buffers = RoundBuffers(carrier, (largest[0], largest[1]), self.depth, keep=keep, gpu=gpu)
+        if gpu is not None and self._programs:
+            # All ranks make as much, since each finds the memory of the others by its own.
+            touched = any(isinstance(p.mover, GpuMover) and p.mover.reads_inputs for p in self._programs)
+            self._buffers.share([p.mover.plan for p in self._programs], inputs=touched)
 
     @property
     def plans(self) -> list[ReshardPlan]:
@@ -109,24 +108,59 @@ class Transfer:
         return [each.mover.plan for each in self.rounds]
 
     @property
+    def depth(self) -> int:
+        """The number of rounds that are under way at a time."""
+        return min(DEPTH, max(1, len(self.rounds)))
+
+    @property
     def staging_bytes(self) -> int:
         """The most bytes that this rank packs and unpacks at a time."""
-        return max((each.in_bytes + each.out_bytes for each in self.rounds), default=0)
+        return self.depth * max((each.in_bytes + each.out_bytes for each in self.rounds), default=0)
 
-    def run(self, sources: Tensors, targets: Tensors, check: Check = lambda: None) -> None:
+    def rounds_for(self, names: Collection[str] | None) -> list[Round]:
+        """The rounds that move the tensors of these names, by the programs that there are; None for all tensors.
+
+        Rounds of a part of the tensors have the size of the others: there are fewer of them.
+        """
+        found = []
+        for program in self._programs:
+            these = program.tasks
+            if names is not None:
+                these = [t for t in these if self.moves[self._number[t.tensor]].name in names]
+            found += self._rounds(program, deal(these, program.streams))
+        return found
+
+    def run(
+        self, sources: Tensors, targets: Tensors, check: Check = lambda: None, *, rounds: Sequence[Round] | None = None,
+        packed: Callable[[int], torch.Tensor | None] | None = None,
+    ) -> None:  # fmt: skip
         """Move `sources` into `targets`; all ranks of the group call this.
 
         Args:
             sources: this rank's local part of each tensor; None where it has none.
             targets: this rank's local part of each target; None where it has none.
             check: called from time to time while bytes move; may raise to stop waiting.
+            rounds: the rounds to run; None for all.
+            packed: gives the input of a round that somebody else has packed already, or None.
 
         Raises:
             PeerLost: a rank has died while bytes moved.
         """
-        for at in range(len(self.rounds)):
-            self.start(at, sources, targets)(check)
+        under_way: deque[Callable[[Check], None]] = deque()
         self.copy_here(sources, targets)
+        self._buffers.begin()
+        for at, each in enumerate(self.rounds if rounds is None else rounds):
+            if len(under_way) == self.depth:
+                under_way.popleft()(check)
+            given = packed(at) if packed is not None else None
+            under_way.append(self._start(each, at % self.depth, sources, targets, given, alias=packed is None))
+        for finish in under_way:
+            finish(check)
+        self.settle(check)
+
+    def settle(self, check: Check = lambda: None) -> None:
+        """Wait on the host until the GPU is done with all rounds; without a GPU there is nothing to wait for."""
+        self._buffers.settle(check)
 
     def checksums(self, side: int, tensors: Tensors) -> dict[str, int]:
         """A checksum of each box that is sent, as this rank holds it (side 0) or has received it (side 1).
@@ -151,8 +185,10 @@ class Transfer:
 
     def copy_here(self, sources: Tensors, targets: Tensors) -> None:
         """Copy the parts that are already on this rank and that no other rank wants."""
-        for src, dst in self._here:
-            dst.of(targets).copy_(src.of(sources))
+        me = self.carrier.me
+        for task in self._tasks:
+            if not task.reduction and me in task.holders[0] and me in task.receivers and not task.missing:
+                self._part(task, 1, 0).of(targets).copy_(self._part(task, 0, 0).of(sources))
 
     def start(self, number: int, sources: Tensors, targets: Tensors) -> Callable[[Check], None]:
         """Begin one round; all ranks of the group call this.
@@ -165,81 +201,97 @@ class Transfer:
         Returns:
             A function that waits for the end of the round and unpacks; it calls its argument from time to time.
         """
-        each = self.rounds[number]
-        device = next((t.device for t in (*sources, *targets) if t is not None), torch.device("cpu"))
-        whole = self._whole(each.inputs, sources, each.in_bytes)
-        packed = whole if whole is not None else self._buffer("in", each.in_bytes, device)
-        if whole is None:
-            for part in each.inputs:
-                mine = part.of(sources)
-                part.packed(packed, mine.shape).copy_(mine)
-        goal = self._whole(each.outputs, targets, each.out_bytes)
-        unpacked = goal if goal is not None else self._buffer("out", each.out_bytes, device)
-        wait = each.mover.start(packed, unpacked)
+        if number == 0:
+            self._buffers.begin()
+        return self._start(self.rounds[number], number % self.depth, sources, targets, None, alias=True)
+
+    def _start(
+        self, each: Round, slot: int, sources: Tensors, targets: Tensors, given: torch.Tensor | None, *, alias: bool
+    ) -> Callable[[Check], None]:
+        """Begin a round in one of the buffers; with `alias` the memory of a tensor itself may be sent from."""
+        device = next((t.device for t in (*sources, *targets) if t is not None), None)
+        memory = self._buffers
+        with memory.packing(slot):
+            packed = given if given is not None else _whole(each.inputs, sources, each.in_bytes) if alias else None
+            if packed is None:
+                packed = pack(each.inputs, sources, memory.take(0, slot, each.in_bytes, device))
+            elif memory.shares_inputs:
+                packed = memory.take(0, slot, each.in_bytes, device).copy_(packed)
+        goal = None if self.gpu is not None else _whole(each.outputs, targets, each.out_bytes)
+        unpacked = goal if goal is not None else memory.take(1, slot, each.out_bytes, device)
+        with memory.moving(slot):
+            wait = each.mover.start(packed, unpacked)
 
         def finish(check: Check) -> None:
-            wait(check)
-            if goal is None:
-                for part in each.outputs:
-                    mine = part.of(targets)
-                    mine.copy_(part.packed(unpacked, mine.shape))
+            with memory.unpacking(slot):
+                wait(check)
+                if goal is None:
+                    unpack(each.outputs, targets, unpacked)
 
-        return finish
+        if not each.mover.queued:
+            return finish
+        finish(lambda: None)
+        return lambda check: memory.catch_up()
 
-    def _whole(self, parts: list[_Part], tensors: Tensors, nbytes: int) -> torch.Tensor | None:
-        """The memory of a local tensor itself, if a packed buffer would be an exact copy of it; else None."""
-        if len(parts) != 1:
-            return None
-        mine = parts[0].of(tensors)
-        if not mine.is_contiguous() or mine.dtype != parts[0].dtype or mine.numel() * mine.itemsize != nbytes:
-            return None
-        return mine.detach().view(-1).view(torch.uint8)
+    def pack_round(self, each: Round, sources: Tensors, device: torch.device | None) -> torch.Tensor:
+        """The packed input of a round, in memory of its own."""
+        return pack(each.inputs, sources, torch.empty(each.in_bytes, dtype=torch.uint8, device=device))
 
-    def _buffer(self, name: str, nbytes: int, device: torch.device) -> torch.Tensor:
-        key = (name, str(device))
-        buffer = self._kept.get(key)
-        if buffer is None or len(buffer) < nbytes:
-            size = max((each.in_bytes if name == "in" else each.out_bytes) for each in self.rounds)
-            buffer = torch.empty(size if self._keep else nbytes, dtype=torch.uint8, device=device)
-        if self._keep:
-            self._kept[key] = buffer
-        return buffer[:nbytes]
-
-    def _round(self, tasks: tuple[UnitTask, ...], op: str, dtype: torch.dtype, known: dict[Any, Mover]) -> _Round:
-        shape = (op, dtype, *((t.nbytes, t.holders, t.receivers, t.align) for t in tasks))
-        if shape not in known:
-            # All ranks take part in every plan as helpers, so that all of them count its runs alike.
-            plan = plan_tensors(
-                self._tensors, self.carrier.cluster, helpers=tuple(self.carrier.device.values()), tasks=tasks
-            )
-            kind = self.moves[0].dst.device
-            known[shape] = Mover.of(self.carrier, plan, dtype, OPS.get(op, op), kind)
-        mover = known[shape]
-        plan = replace(mover.plan, tasks=tasks)
-        me = self.carrier.me
-        inputs, in_bytes = self._parts(plan, tasks, me, 0)
-        outputs, out_bytes = self._parts(plan, tasks, me, 1)
-        return _Round(
-            mover=replace(mover, plan=plan), inputs=inputs, outputs=outputs, in_bytes=in_bytes, out_bytes=out_bytes
-        )
-
-    def _parts(self, plan: ReshardPlan, tasks: Sequence[UnitTask], me: int, side: int) -> tuple[list[_Part], int]:
-        found: list[_Part] = []
-        offset = 0
+    def _program(self, tasks: list[UnitTask], op: str, dtype: torch.dtype, staging_bytes: int | None) -> _Program:
+        carrier, on_gpu = self.carrier, self.gpu is not None
+        limit = min(staging_bytes or GPU_BYTES, GPU_BYTES) if on_gpu else staging_bytes
+        streams = streams_of(tasks, limit, unit=VECTOR_BYTES if on_gpu else 1, depth=DEPTH)
+        # All ranks take part in every plan as helpers, so that all of them count its runs alike.
+        plan = plan_tensors(
+            self._tensors, carrier.gpu_cluster() if on_gpu else carrier.cluster,
+            helpers=tuple(carrier.device.values()), tasks=[stream.task() for stream in streams],
+        )  # fmt: skip
+        kind = self.moves[0].dst.device
+        mover = mover_of(carrier, plan, dtype, OPS.get(op, op), device=kind, gpu=self.gpu)
+        starts: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        sizes = [0, 0]
         for bundle in plan.bundles:
-            if me in bundle.receivers if side else any(me in alike for alike in bundle.holders):
-                for number in bundle.tasks:
-                    found.append(self._part(tasks[number], side, offset))
-                    offset += tasks[number].nbytes
-        return found, offset
+            for number in bundle.tasks:
+                for side, mine in enumerate(
+                    (any(carrier.me in a for a in bundle.holders), carrier.me in bundle.receivers)
+                ):
+                    if mine:
+                        starts[side][number] = sizes[side]
+                        sizes[side] += streams[number].nbytes
+        return _Program(tasks=tasks, streams=streams, mover=mover, starts=starts, sizes=(sizes[0], sizes[1]))
 
-    def _part(self, task: UnitTask, side: int, offset: int) -> _Part:
+    def _rounds(self, program: _Program, dealt: Rounds) -> list[Round]:
+        found = []
+        for pieces in dealt:
+            parts: list[list[Part]] = [[], []]
+            for piece in pieces:
+                for side in (0, 1):
+                    if piece.stream in program.starts[side]:
+                        at = program.starts[side][piece.stream] + piece.offset
+                        parts[side].append(self._part(piece.task, side, at))
+            inside, outside = program.sizes
+            found.append(
+                Round(mover=program.mover, inputs=parts[0], outputs=parts[1], in_bytes=inside, out_bytes=outside)
+            )
+        return found
+
+    def _part(self, task: UnitTask, side: int, offset: int) -> Part:
         begin = self._begin[task.tensor][side]
         number = self._number[task.tensor]
-        return _Part(
+        return Part(
             tensor=number, where=_inside(task.box, begin), offset=offset, nbytes=task.nbytes,
             dtype=dtype_of(self.moves[number].dst.dtype),
         )  # fmt: skip
+
+
+def _whole(parts: Sequence[Part], tensors: Tensors, nbytes: int) -> torch.Tensor | None:
+    """The memory of a local tensor itself, if a packed buffer would be an exact copy of it; else None."""
+    if len(parts) != 1:
+        return None
+    mine = parts[0].of(tensors)
+    if not mine.is_contiguous() or mine.dtype != parts[0].dtype or mine.numel() * mine.itemsize != nbytes:
+        return None
+    return mine.detach().view(-1).view(torch.uint8)
 
 
 def _alike(
@@ -247,11 +299,9 @@ def _alike(
 ) -> dict[tuple[str, str, int], list[UnitTask]]:
     """Tasks grouped by the program that can carry them: all copies in one, and each kind of pending reduction in its
     own.
-
-    Tasks with larger elements come first, so that every task is aligned in a packed buffer.
     """
     found: dict[tuple[str, str, int], list[UnitTask]] = {}
-    for task in sorted(tasks, key=lambda task: -task.align):
+    for task in tasks:
         if not task.missing:
             continue
         move = moves[number[task.tensor]]

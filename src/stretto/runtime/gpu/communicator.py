@@ -137,6 +137,7 @@ class GpuCommunicator:
         protocol: str = "auto",
         in_place: bool | None = None,
         max_blocks: int | None = None,
+        anchored: bool = False,
     ) -> GpuProgram:
         """Make a program ready for calls of one size; pure, equal on all ranks, and kept.
 
@@ -149,6 +150,8 @@ class GpuCommunicator:
             protocol: "simple", "ll", or "auto": packets for small calls that are not symmetric.
             in_place: Whether input and output share memory; what the collective says when not given.
             max_blocks: Fewer blocks than the communicator's.
+            anchored: Whether a rank without an input or an output gives an empty slice of symmetric memory for it, by
+                which those of others are found.
 
         Returns:
             The program, for `launch`.
@@ -162,12 +165,14 @@ class GpuCommunicator:
         key = (id(program), name, reduce, nbytes, symmetric, protocol, in_place, most)
         found = self._programs.get(key)
         if found is None:
-            found = self._programs[key] = self._load(program, name, reduce, nbytes, symmetric, protocol, in_place, most)
+            found = self._programs[key] = self._load(
+                program, name, reduce, nbytes, symmetric, protocol, in_place, most, anchored
+            )
         return found
 
     def _load(
         self, program: Program | Lowered, dtype: str, reduce: str, nbytes: int, symmetric: bool, protocol: str,
-        in_place: bool | None, most: int,
+        in_place: bool | None, most: int, anchored: bool,
     ) -> GpuProgram:  # fmt: skip
         c = program.collective
         if c.num_ranks != self.size:
@@ -185,7 +190,7 @@ class GpuCommunicator:
             block_slots=self._block_slots, block_packets=self._block_packets,
         )  # fmt: skip
         for space, sizes in ((IN, encoded.inputs), (OUT, encoded.outputs)):
-            if symmetric and fused.touched(space) and any(sizes) and not all(sizes):
+            if symmetric and not anchored and fused.touched(space) and any(sizes) and not all(sizes):
                 what = "input" if space == IN else "output"
                 raise InvalidInput(f"symmetric: rank {sizes.index(0)} has no {what} by which to find those of others")
         kernel = self._kernel(dtype, reduce, kernel_shapes(fused))
@@ -260,7 +265,8 @@ class GpuCommunicator:
 
     def _set(self, pointers: ctypes.Array[ctypes.c_uint64], tensor: torch.Tensor, shared: bool) -> None:
         pointers[self.rank] = tensor.data_ptr()
-        if shared and tensor.numel():
+        # An empty slice of symmetric memory says where the others have theirs.
+        if shared and (tensor.numel() or tensor.untyped_storage().nbytes()):
             for rank, pointer in enumerate(self._symmetric.pointers(tensor)):
                 pointers[rank] = pointer
 

@@ -44,7 +44,8 @@ class SymmetricMemory:
 
     def find(self, tensor: torch.Tensor) -> tuple[int, list[int]] | None:
         """The offset of a tensor in the allocation that holds it, and where that begins on each rank."""
-        at = tensor.data_ptr()
+        # Of a tensor without elements PyTorch gives no address.
+        at = tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()
         for begin, end, pointers, _ in self._ranges:
             if begin <= at and at + tensor.nbytes <= end:
                 return at - begin, pointers

@@ -8,7 +8,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -32,6 +33,10 @@ from .own_backend import OWN_BACKEND
 from .own_backend import WHY as OWN_WHY
 from .recording import LEDGER, Choice, current
 from .work import Tensors
+
+if TYPE_CHECKING:
+    from ...programs import Program
+    from ..gpu import GpuProgram
 
 MAX_READY = 4096
 STAGED_BYTES = 32 << 10
@@ -207,6 +212,58 @@ class GpuEngine:
         tensor: torch.Tensor = self.site.communicator.empty(count, dtype)
         self._symmetric.append(tensor)
         return tensor
+
+    def join(self, device: torch.device) -> str:
+        """Why no program runs on the memory of this group's GPUs; empty where one does. All ranks ask together."""
+        return self._refusal_of(device) if self._options.enabled else "STRETTO_GPU is not on"
+
+    def load_program(self, program: Program, dtype: torch.dtype, reduce: str, nbytes: int) -> GpuProgram:
+        """Make any program of this group ready for `run_program`, after `join`.
+
+        Args:
+            program: The program, equal on all ranks; its output lies in memory that `empty` has made.
+            dtype: The element type; bytes where nothing is added.
+            reduce: "sum", "prod", "min" or "max".
+            nbytes: The bytes of the largest input or output of any rank.
+
+        Returns:
+            The loaded program.
+
+        Raises:
+            InvalidInput: The program does not fit the size or the type.
+        """
+        assert self.site is not None
+        found: GpuProgram = self.site.communicator.load(
+            program, dtype=dtype, reduce=reduce, nbytes=nbytes, symmetric=True, anchored=True
+        )
+        return found
+
+    def run_program(self, loaded: GpuProgram, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Put a loaded program onto the current stream; all ranks do, in the same order.
+
+        Args:
+            loaded: What `load_program` has made.
+            source: This rank's input, perhaps empty.
+            target: This rank's output in symmetric memory, at the same place on all ranks; where it is empty, an empty
+                slice of that memory.
+
+        Raises:
+            PeerLost: A rank has gone, now or before.
+            ProgramMismatch: Another rank runs something else.
+        """
+        self.check()
+        assert self.site is not None
+        name = loaded.fused.name
+        call = CollectiveCall.of(name, [source], outputs=[target])
+        buffers = GpuBuffers(source=source, target=target, reduce=loaded.reduce)
+        text = f"{name} of {loaded.count} {loaded.dtype} as number {loaded.number}"
+        choice = call.choice(self.engine.name, backend="gpu", why="a program of its own", nbytes=buffers.nbytes)
+        try:
+            self._launch(self.site, [(call, buffers)], [(loaded, choice, text)], SimpleNamespace(asyncOp=False))
+        except Exception as error:
+            # Other ranks may have launched, and wait for this one.
+            self.fail(StrettoError(f"rank {self.engine.rank}: {str(error).splitlines()[0]}"))
+            raise
 
     def note_delegated(self, call: CollectiveCall) -> None:
         """NCCL runs a call of this group: a rank that runs it as a program instead is told so, and does not wait."""

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Boxes of tensors in packed buffers, the buffers of the rounds of a transfer, and on a GPU the streams they run on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...runtime.torch_backend.cuda_clock import cuda
+from .. import ReshardPlan
+from .carrier import ReshardGroup
+
+Tensors = Sequence[torch.Tensor | None]
+"""This rank's local part of each tensor; None where the rank has none."""
+POLL_S, CHECK_S = 0.0002, 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A box of a local tensor, and its place in a packed buffer."""
+
+    tensor: int
+    where: tuple[slice, ...]
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+
+    def of(self, tensors: Tensors) -> torch.Tensor:
+        """The box of this rank's tensor."""
+        local = tensors[self.tensor]
+        assert local is not None
+        return (local if local.ndim else local.view(1))[self.where]
+
+    def packed(self, buffer: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """The box's place in a packed buffer."""
+        return buffer[self.offset : self.offset + self.nbytes].view(self.dtype).view(shape)
+
+
+def pack(parts: Sequence[Part], tensors: Tensors, buffer: torch.Tensor) -> torch.Tensor:
+    """Copy boxes of tensors into a buffer, all with one call; return the buffer."""
+    boxes = [part.of(tensors).detach() for part in parts]
+    if boxes:
+        torch._foreach_copy_([p.packed(buffer, box.shape) for p, box in zip(parts, boxes, strict=True)], boxes)
+    return buffer
+
+
+def unpack(parts: Sequence[Part], tensors: Tensors, buffer: torch.Tensor) -> None:
+    """Copy what is in a buffer into boxes of tensors."""
+    boxes = [part.of(tensors) for part in parts]
+    if boxes:
+        torch._foreach_copy_(boxes, [p.packed(buffer, box.shape) for p, box in zip(parts, boxes, strict=True)])
+
+
+class RoundBuffers:
+    """The packed input and output of the rounds that are under way, by turns.
+
+    On a GPU rounds are packed, moved and unpacked on three streams, so that one is packed while another one moves; a
+    buffer is written again only after what has read it.
+    """
+
+    def __init__(
+        self, carrier: ReshardGroup, sizes: tuple[int, int], depth: int, *, keep: bool, gpu: torch.device | None
+    ) -> None:
+        self._carrier, self._sizes, self._depth, self._keep, self._gpu = carrier, sizes, depth, keep, gpu
+        self._kept: dict[tuple[int, int, str], torch.Tensor] = {}
+        self._shared: list[tuple[int, int] | None] = [None, None]
+        """Where in the group's symmetric memory inputs and outputs begin, and how large each is."""
+        self._ends: dict[tuple[int, int], Any] = {}
+
+    @property
+    def shares_inputs(self) -> bool:
+        """Whether other ranks read the packed input."""
+        return self._shared[0] is not None
+
+    def share(self, plans: Sequence[ReshardPlan], *, inputs: bool) -> None:
+        """Take outputs, and with `inputs` inputs too, from memory that all ranks of the group write to; collective."""
+        assert self._gpu is not None
+        at = 0
+        for side in (0, 1) if inputs else (1,):
+            most = max(_largest(plan, side) for plan in plans)
+            self._shared[side] = at, -(-most // 256) * 256
+            at += self._depth * -(-most // 256) * 256
+        self._carrier.symmetric(at, self._gpu)
+
+    def take(self, side: int, slot: int, nbytes: int, device: torch.device | None) -> torch.Tensor:
+        """The buffer of one round, for its input (side 0) or its output (1)."""
+        shared = self._shared[side]
+        if shared is not None and self._gpu is not None:
+            begin = shared[0] + slot * shared[1]
+            whole = self._carrier.symmetric(self._total(), self._gpu)
+            return whole[begin : begin + nbytes]
+        where = device or self._gpu or torch.device("cpu")
+        if not self._keep:
+            return torch.empty(nbytes, dtype=torch.uint8, device=where)
+        key = (side, slot, str(where))
+        if key not in self._kept:
+            self._kept[key] = torch.empty(self._sizes[side], dtype=torch.uint8, device=where)
+        return self._kept[key][:nbytes]
+
+    def begin(self) -> None:
+        """What the caller's stream has done comes before the rounds that follow."""
+        if self._gpu is None:
+            return
+        for lane in self._lanes:
+            lane.wait_stream(cuda.current_stream(self._gpu))
+        # Another transfer of the group may have used the same memory, in other places.
+        self._lanes[1].wait_stream(self._lanes[2])
+        self._lanes[0].wait_stream(self._lanes[1])
+
+    @property
+    def _lanes(self) -> list[Any]:
+        assert self._gpu is not None
+        return self._carrier.lanes(self._gpu)
+
+    @contextmanager
+    def _on(self, lane: int, slot: int, after: tuple[int, ...]) -> Iterator[None]:
+        if self._gpu is None:
+            yield
+            return
+        stream = self._lanes[lane]
+        for other in after:
+            if (other, slot) in self._ends:
+                stream.wait_event(self._ends[other, slot])
+        with cuda.stream(stream):
+            yield
+            end = cuda.Event()
+            end.record(stream)
+        self._ends[lane, slot] = end
+
+    def packing(self, slot: int) -> Any:
+        """The stream that packs: after what has moved from the same buffer before."""
+        return self._on(0, slot, (1,))
+
+    def moving(self, slot: int) -> Any:
+        """The stream that moves: after packing, and after what has unpacked the same buffer before."""
+        return self._on(1, slot, (0, 2))
+
+    def unpacking(self, slot: int) -> Any:
+        """The stream that unpacks."""
+        return self._on(2, slot, (1,))
+
+    def catch_up(self) -> None:
+        """Let the caller's stream wait for all rounds that were started; raise what has ended them."""
+        if self._gpu is not None:
+            self._carrier.group.gpu.check()
+            cuda.current_stream(self._gpu).wait_stream(self._lanes[2])
+
+    def settle(self, check: Callable[[], None]) -> None:
+        """Wait on the host for all rounds."""
+        if self._gpu is None:
+            return
+        end = cuda.Event()
+        end.record(self._lanes[2])
+        looked = time.monotonic()
+        while not end.query():
+            self._carrier.group.gpu.check()
+            if time.monotonic() - looked > CHECK_S:
+                looked = time.monotonic()
+                check()
+            time.sleep(POLL_S)
+        self._carrier.group.gpu.check()
+
+    def _total(self) -> int:
+        return max(begin + self._depth * size for begin, size in filter(None, self._shared))
+
+
+def _largest(plan: ReshardPlan, side: int) -> int:
+    """The largest input or output of any rank."""
+    load: dict[int, int] = {}
+    for bundle in plan.bundles:
+        for device in bundle.receivers if side else [d for alike in bundle.holders for d in alike]:
+            load[device] = load.get(device, 0) + bundle.nbytes
+    return max(load.values(), default=0)
