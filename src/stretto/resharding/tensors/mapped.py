@@ -16,7 +16,9 @@ from .weights import STAGING_BYTES, Weights, WeightSync
 if TYPE_CHECKING:
     import torch
 
+    from .deltas import Changed
     from .describe import AnyTensor, PlacedTensor
+    from .pending import PendingUpdate
     from .world import SyncWorld
 
 Dict = Mapping[str, "AnyTensor"]
@@ -48,6 +50,7 @@ class MappedSync:
         staging_bytes: int = STAGING_BYTES,
         world: SyncWorld | None = None,
         copies: int = 2,
+        deltas: bool = False,
     ) -> None:
         from .carrier import default_world
         from .pieces import pieces_of
@@ -69,7 +72,9 @@ class MappedSync:
                 self._where = {name: piece.where for name, piece in pieces.items()}
         except InvalidInput as error:
             pieces = _Refusal(str(error))
-        self._sync = WeightSync(wanted, pieces, ranks=ranks, staging_bytes=staging_bytes, world=world, copies=copies)
+        self._sync = WeightSync(
+            wanted, pieces, ranks=ranks, staging_bytes=staging_bytes, world=world, copies=copies, deltas=deltas
+        )
 
     @property
     def version(self) -> int:
@@ -81,9 +86,22 @@ class MappedSync:
         """Predicted microseconds of moving the bytes of one update."""
         return self._sync.predicted_us
 
-    def update(self, source: Dict | None = None, *, checksums: bool = False) -> int:
-        """Copy the present values of the trainers as the next version; all ranks call this, as `WeightSync.update`."""
-        return self._sync.update(self._wanted(source), checksums=checksums)
+    def update(self, source: Dict | None = None, *, checksums: bool = False, changed: Changed = None) -> int:
+        """Copy the present values of the trainers as the next version; all ranks call this, as `WeightSync.update`.
+
+        Args:
+            source: as for `WeightSync.update`.
+            checksums: as for `WeightSync.update`.
+            changed: as for `WeightSync.update`; names are those of the trainers.
+
+        Returns:
+            The number of the version.
+        """
+        return self._sync.update(self._wanted(source), checksums=checksums, changed=changed)
+
+    def update_async(self, source: Dict | None = None, **how: Any) -> PendingUpdate:
+        """Begin an update in another thread; arguments and result are those of `WeightSync.update_async`."""
+        return self._sync.update_async(self._wanted(source), **how)
 
     @contextmanager
     def read(self, version: int | None = None) -> Iterator[Weights]:

@@ -174,6 +174,15 @@ def split(task: UnitTask, room: int, largest_row: int) -> tuple[UnitTask | None,
     return head, [*rest, part(begin + 1, end)]
 
 
+def busiest_bytes(tasks: Sequence[UnitTask]) -> int:
+    """The most bytes of input and output of any device, of all tasks together."""
+    load: dict[int, int] = {}
+    for task in tasks:
+        for device in (*(d for alike in task.holders for d in alike), *task.receivers):
+            load[device] = load.get(device, 0) + task.nbytes
+    return max(load.values(), default=0)
+
+
 def _stream(task: UnitTask, align: int, nbytes: int) -> Stream:
     return Stream(holders=task.holders, receivers=task.receivers, reduction=task.reduction, align=align, nbytes=nbytes)
 
@@ -183,9 +192,4 @@ def _padded(nbytes: int, align: int) -> int:
 
 
 def _busiest(streams: Sequence[Stream]) -> int:
-    """The most bytes of input and output of any device in a round."""
-    load: dict[int, int] = {}
-    for stream in streams:
-        for device in (*(d for alike in stream.holders for d in alike), *stream.receivers):
-            load[device] = load.get(device, 0) + stream.nbytes
-    return max(load.values(), default=0)
+    return busiest_bytes([stream.task() for stream in streams])

@@ -5,7 +5,7 @@ plan one transfer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +14,18 @@ import torch
 
 from ...errors import InvalidInput, StrettoError
 from ...files import typed
+from ...runtime.torch_backend.cuda_clock import cuda
 from .carrier import ReshardGroup, default_world, gpu_state
+from .deltas import Said
 from .describe import AnyTensor, PlacedTensor, TensorPart, like, local_of, placed_tensor
+from .pending import SourceGuard
 from .transfer import Move, Transfer
 from .world import SyncWorld
 
 Dict = Mapping[str, AnyTensor]
 MAX_TENSORS = 1 << 16
+DELTA_ROUNDS = 16
+"""Rounds of a full update where parts of the tensors are sent, too: so finely a delta follows what has changed."""
 
 
 class _Sides(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +42,7 @@ class ReshardState:
 
     def __init__(
         self, source: Dict | None, target: Dict | None, ranks: Any, staging_bytes: int, *,
-        world: SyncWorld | None = None, copies: int = 2,
+        world: SyncWorld | None = None, copies: int = 2, deltas: bool = False, strategy: str = "stretto",
     ) -> None:  # fmt: skip
         self.world = world or default_world()
         self._agreement = self.world.agreement
@@ -70,7 +75,11 @@ class ReshardState:
         why = ""
         try:
             gpu = self._carrier.gpu() if moves[0].dst.device == "cuda" else None
-            self.transfer = Transfer(self._carrier, moves, staging_bytes=staging_bytes, keep=True, gpu=gpu)
+            self._gpu = gpu
+            self.transfer = Transfer(
+                self._carrier, moves, staging_bytes=staging_bytes, keep=True, gpu=gpu, strategy=strategy,
+                least_rounds=DELTA_ROUNDS if deltas else 1,
+            )  # fmt: skip
             detached = {name: like(t, local_of(t)) for name, t in self._target.items()}
             second = detached
             if copies > 1:
@@ -105,13 +114,28 @@ class ReshardState:
         texts = self._agreement.gather(self.ranks, "WeightSync", str(version))
         return max(int(text) for text in texts)
 
-    def begin(self, number: int, why: str, checksums: bool = False) -> None:
+    def moments(self) -> list[Any]:
+        """Where the caller's stream of the GPU is now: an event, or none without a GPU."""
+        if not self._names or self._moves[0].dst.device != "cuda":
+            return []
+        moment = cuda.Event()
+        moment.record()
+        return [moment]
+
+    def told(self, mine: Said) -> list[Said]:
+        """What every rank says about the tensors that have changed."""
+        text = msgspec.json.encode(mine).decode()
+        texts = self._agreement.gather(self.ranks, "WeightSync.update", text)
+        return [msgspec.json.decode(each, type=typed(Said)) for each in texts]
+
+    def begin(self, number: int, why: str, checksums: bool = False, changed: bool = False) -> None:
         """Check that all ranks are about to update to this version; otherwise all ranks raise.
 
         Args:
             number: the version.
             why: this rank's objection; empty if it has none.
             checksums: whether what arrives is compared with what is sent.
+            changed: whether only tensors that have changed are sent.
 
         Raises:
             InvalidInput: a rank objects, or is about to do something else.
@@ -122,8 +146,8 @@ class ReshardState:
             self._agreement.forget(f"{self.name}/{number - 2}", self.ranks)
             if checksums:
                 self._agreement.forget(f"{self.name}/{number - 2}/checksums", self.ranks)
-        checked = " with checksums" if checksums else ""
-        self.agree(f"WeightSync.update to version {number}", f"{number}{checked}", why)
+        how = (" with checksums" if checksums else "") + (" of what has changed" if changed else "")
+        self.agree(f"WeightSync.update to version {number}", f"{number}{how}", why)
 
     def vote(self, key: str, failed: StrettoError | None) -> StrettoError | None:
         """Commit on all ranks or on none; returns None for a commit, else the reason against it."""
@@ -139,13 +163,18 @@ class ReshardState:
             return [], str(error)
         return self._locals(given, [move.src_meshes for move in self._moves]), ""
 
-    def move(self, sources: Sequence[torch.Tensor | None], to: int, key: str) -> None:
-        """Move all tensors into one of the two sets of targets.
+    def move(
+        self, sources: Sequence[torch.Tensor | None], to: int, key: str, *, names: Collection[str] | None = None,
+        guard: SourceGuard | None = None,
+    ) -> None:  # fmt: skip
+        """Move tensors into one of the two sets of targets.
 
         Args:
             sources: this rank's local part of each tensor; None where it has none.
             to: the set that is written, 0 or 1.
             key: name of the vote on this version, which is watched for an early failure.
+            names: the tensors to move; None for all.
+            guard: is told what has been read of the sources, where these may change meanwhile.
 
         Raises:
             StrettoError: the vote has failed on another rank.
@@ -158,21 +187,26 @@ class ReshardState:
             if failed is not None:
                 raise failed
 
-        self.transfer.run(sources, targets, check)
+        rounds = self.transfer.rounds if names is None else self.transfer.rounds_for(names)
+        self.transfer.run(sources, targets, check, rounds=rounds, guard=guard)
 
-    def compared(self, sources: Sequence[torch.Tensor | None], to: int) -> StrettoError | None:
+    def compared(
+        self, sources: Sequence[torch.Tensor | None], to: int, held_here: dict[str, int] | None = None
+    ) -> StrettoError | None:
         """Compare what has arrived with what the trainers hold, box by box; all ranks call this.
 
         Args:
             sources: this rank's local part of each tensor; None where it has none.
             to: the set that was written.
+            held_here: the checksums of this rank's sources, where these may have changed since.
 
         Returns:
             What is wrong here, or with the comparison; None if nothing is.
         """
         try:
             targets = self._locals(self.sets[to], [move.dst_meshes for move in self._moves])
-            mine = msgspec.json.encode(self.transfer.checksums(0, sources)).decode()
+            sums = held_here if held_here is not None else self.transfer.checksums(0, sources)
+            mine = msgspec.json.encode(sums).decode()
             held: dict[str, int] = {}
             for text in self._agreement.gather(self.ranks, "checksums", mine):
                 held |= msgspec.json.decode(text, type=typed(dict[str, int]))

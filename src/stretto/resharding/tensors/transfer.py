@@ -6,6 +6,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +14,14 @@ import torch
 from ...errors import InvalidInput
 from ...runtime.torch_backend.engine import REDUCED
 from .. import Layout, ReshardPlan, Tensor, UnitTask, decompose, plan_tensors
+from ..plan import OURS
 from ..tasks import Box
 from .carrier import ReshardGroup
 from .describe import PlacedTensor, dtype_of
 from .movers import Check, GpuMover, Mover, mover_of
 from .packing import Part, RoundBuffers, Tensors, pack, unpack
-from .rounds import Rounds, Stream, deal, streams_of
+from .pending import SourceGuard
+from .rounds import Rounds, Stream, busiest_bytes, deal, streams_of
 
 OPS = {"product": "prod"}
 """The executor's names of reductions, where they differ from `REDUCTIONS`."""
@@ -27,6 +30,8 @@ DEPTH = 2
 GPU_BYTES = 1 << 30
 """The most bytes of a round on GPU memory, whose programs count bytes in 31 bits."""
 VECTOR_BYTES = 16
+LEAST_BYTES = 1 << 20
+"""The least bytes of a rank's round where more rounds are wanted than the memory needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +72,15 @@ class Transfer:
     """The transfer of all tensors together: one plan for all tasks of a kind, run in as many rounds as it takes.
 
     All ranks of the group construct it with the same moves. `staging_bytes` limits the memory for packed tensors on
-    every rank; with `keep` that memory stays allocated. With `gpu`, programs run on the memory of that GPU.
+    every rank; with `keep` that memory stays allocated. With `gpu`, programs run on the memory of that GPU. There are
+    about `least_rounds` rounds at least, unless they would be smaller than `LEAST_BYTES`.
     """
 
     def __init__(
         self, carrier: ReshardGroup, moves: Sequence[Move], *, staging_bytes: int | None = None, keep: bool = False,
-        gpu: torch.device | None = None,
+        gpu: torch.device | None = None, strategy: str = OURS, least_rounds: int = 1,
     ) -> None:  # fmt: skip
-        self.carrier, self.moves, self.gpu = carrier, tuple(moves), gpu
+        self.carrier, self.moves, self.gpu, self._strategy = carrier, tuple(moves), gpu, strategy
         device = carrier.device
         some = [(at, move) for at, move in enumerate(moves) if not move.dst.empty]
         self._number = [at for at, _ in some]
@@ -90,8 +96,13 @@ class Transfer:
         ]
         self._begin = [[_begins(side, t.shape, carrier.me) for side in (t.src, t.dst)] for t in self._tensors]
         self._tasks = decompose(self._tensors) if self._tensors else ()
+        me = carrier.me
+        self._here = [
+            task for task in self._tasks
+            if not task.reduction and me in task.holders[0] and me in task.receivers and not task.missing
+        ]  # fmt: skip
         self._programs = [
-            self._program(tasks, op, dtype_of(dtype) if op else torch.uint8, staging_bytes)
+            self._program(tasks, op, dtype_of(dtype) if op else torch.uint8, staging_bytes, least_rounds)
             for (op, dtype, _), tasks in _alike(self._tasks, self.moves, self._number).items()
         ]
         self.rounds = self.rounds_for(None)
@@ -132,7 +143,7 @@ class Transfer:
 
     def run(
         self, sources: Tensors, targets: Tensors, check: Check = lambda: None, *, rounds: Sequence[Round] | None = None,
-        packed: Callable[[int], torch.Tensor | None] | None = None,
+        guard: SourceGuard | None = None,
     ) -> None:  # fmt: skip
         """Move `sources` into `targets`; all ranks of the group call this.
 
@@ -141,19 +152,18 @@ class Transfer:
             targets: this rank's local part of each target; None where it has none.
             check: called from time to time while bytes move; may raise to stop waiting.
             rounds: the rounds to run; None for all.
-            packed: gives the input of a round that somebody else has packed already, or None.
+            guard: is told which rounds have read the sources, where these may change meanwhile.
 
         Raises:
             PeerLost: a rank has died while bytes moved.
         """
         under_way: deque[Callable[[Check], None]] = deque()
-        self.copy_here(sources, targets)
+        self.copy_here(sources, targets, guard)
         self._buffers.begin()
         for at, each in enumerate(self.rounds if rounds is None else rounds):
             if len(under_way) == self.depth:
                 under_way.popleft()(check)
-            given = packed(at) if packed is not None else None
-            under_way.append(self._start(each, at % self.depth, sources, targets, given, alias=packed is None))
+            under_way.append(self._start(each, at, sources, targets, guard))
         for finish in under_way:
             finish(check)
         self.settle(check)
@@ -183,12 +193,16 @@ class Transfer:
             found[f"{part.tensor} {task.box}"] = zlib.crc32(inside.numpy().tobytes())
         return found
 
-    def copy_here(self, sources: Tensors, targets: Tensors) -> None:
+    def copy_here(self, sources: Tensors, targets: Tensors, guard: SourceGuard | None = None) -> None:
         """Copy the parts that are already on this rank and that no other rank wants."""
-        me = self.carrier.me
-        for task in self._tasks:
-            if not task.reduction and me in task.holders[0] and me in task.receivers and not task.missing:
-                self._part(task, 1, 0).of(targets).copy_(self._part(task, 0, 0).of(sources))
+        with guard.reading_here() if guard is not None else nullcontext() as early:
+            boxes = early if early is not None else self.held_here(sources)
+            for part, box in zip((self._part(task, 1, 0) for task in self._here), boxes, strict=True):
+                part.of(targets).copy_(box)
+
+    def held_here(self, sources: Tensors) -> list[torch.Tensor]:
+        """The parts that are already on this rank and that no other rank wants, as they are in the sources."""
+        return [self._part(task, 0, 0).of(sources) for task in self._here]
 
     def start(self, number: int, sources: Tensors, targets: Tensors) -> Callable[[Check], None]:
         """Begin one round; all ranks of the group call this.
@@ -203,16 +217,22 @@ class Transfer:
         """
         if number == 0:
             self._buffers.begin()
-        return self._start(self.rounds[number], number % self.depth, sources, targets, None, alias=True)
+        return self._start(self.rounds[number], number, sources, targets, None)
+
+    def catch_up_packing(self) -> None:
+        """Let the caller's stream of the GPU wait until all rounds that were started have read the sources."""
+        self._buffers.catch_up_packing()
 
     def _start(
-        self, each: Round, slot: int, sources: Tensors, targets: Tensors, given: torch.Tensor | None, *, alias: bool
+        self, each: Round, number: int, sources: Tensors, targets: Tensors, guard: SourceGuard | None
     ) -> Callable[[Check], None]:
-        """Begin a round in one of the buffers; with `alias` the memory of a tensor itself may be sent from."""
+        """Begin a round in one of the buffers; without a guard the memory of a tensor itself may be sent from."""
         device = next((t.device for t in (*sources, *targets) if t is not None), None)
-        memory = self._buffers
-        with memory.packing(slot):
-            packed = given if given is not None else _whole(each.inputs, sources, each.in_bytes) if alias else None
+        memory, slot = self._buffers, number % self.depth
+        reading = guard.reading(number) if guard is not None else nullcontext()
+        with reading as packed, memory.packing(slot):
+            if guard is None:
+                packed = _whole(each.inputs, sources, each.in_bytes)
             if packed is None:
                 packed = pack(each.inputs, sources, memory.take(0, slot, each.in_bytes, device))
             elif memory.shares_inputs:
@@ -237,14 +257,20 @@ class Transfer:
         """The packed input of a round, in memory of its own."""
         return pack(each.inputs, sources, torch.empty(each.in_bytes, dtype=torch.uint8, device=device))
 
-    def _program(self, tasks: list[UnitTask], op: str, dtype: torch.dtype, staging_bytes: int | None) -> _Program:
+    def _program(
+        self, tasks: list[UnitTask], op: str, dtype: torch.dtype, staging_bytes: int | None, least_rounds: int
+    ) -> _Program:
         carrier, on_gpu = self.carrier, self.gpu is not None
         limit = min(staging_bytes or GPU_BYTES, GPU_BYTES) if on_gpu else staging_bytes
+        if least_rounds > 1:
+            finer = max(LEAST_BYTES, DEPTH * busiest_bytes(tasks) // least_rounds)
+            limit = min(limit or finer, finer)
         streams = streams_of(tasks, limit, unit=VECTOR_BYTES if on_gpu else 1, depth=DEPTH)
         # All ranks take part in every plan as helpers, so that all of them count its runs alike.
         plan = plan_tensors(
             self._tensors, carrier.gpu_cluster() if on_gpu else carrier.cluster,
-            helpers=tuple(carrier.device.values()), tasks=[stream.task() for stream in streams],
+            strategy=self._strategy, helpers=tuple(carrier.device.values()),
+            tasks=[stream.task() for stream in streams],
         )  # fmt: skip
         kind = self.moves[0].dst.device
         mover = mover_of(carrier, plan, dtype, OPS.get(op, op), device=kind, gpu=self.gpu)

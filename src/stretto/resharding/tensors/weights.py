@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ...errors import InvalidInput, StrettoError
+from ...errors import InvalidInput, StrettoError, unknown
 
 if TYPE_CHECKING:
     import torch
 
+    from .deltas import Changed, ChangeLog
     from .describe import AnyTensor
+    from .pending import PendingUpdate, SourceGuard
     from .state import Dict, ReshardState
     from .world import SyncWorld
 
@@ -63,8 +65,9 @@ class WeightSync:
     A version is committed on all ranks or on none, after everything has arrived everywhere. The tensors of `target` are
     the memory of version 0, 2, 4, ..., and a second set that of the others: an update writes to the set that is not
     current, after its readers have left. With `copies` 1 there is no second set: an update writes where the version
-    before was, for those who keep it elsewhere. `staging_bytes` limits the bytes that any rank packs at a time. `world`
-    has the ranks, where they are not those of the default process group.
+    before was, for those who keep it elsewhere. `staging_bytes` limits the bytes that any rank packs at a time; with
+    `deltas` rounds are small, so that an update of few tensors sends little. `world` has the ranks, where they are not
+    those of the default process group.
     """
 
     def __init__(
@@ -76,8 +79,11 @@ class WeightSync:
         staging_bytes: int = STAGING_BYTES,
         world: SyncWorld | None = None,
         copies: int = 2,
+        deltas: bool = False,
         _version: int = 0,
+        _strategy: str = "stretto",
     ) -> None:
+        from .deltas import ChangeLog
         from .state import ReshardState
 
         if copies not in (1, 2):
@@ -90,7 +96,13 @@ class WeightSync:
         self._versions: list[int | None] = [_version, None]
         self._readers = [0, 0]
         self._broken: StrettoError | None = None
-        self._state: ReshardState = ReshardState(source, target, ranks, staging_bytes, world=world, copies=copies)
+        self._read_ends: list[list[Any]] = [[], []]
+        """Where readers on a GPU have left each set, whose streams may not have come there yet."""
+        self._log: ChangeLog = ChangeLog()
+        self._deltas = deltas
+        self._state: ReshardState = ReshardState(
+            source, target, ranks, staging_bytes, world=world, copies=copies, deltas=deltas, strategy=_strategy
+        )
         self._number = self._state.newest(_version)
         """The number of the last version of all ranks; a rank that has come later does not have it yet."""
 
@@ -147,43 +159,115 @@ class WeightSync:
         finally:
             with self._lock:
                 self._readers[at] -= 1
+                self._read_ends[at] += self._state.moments()
                 self._lock.notify_all()
 
-    def update(self, source: Dict | None = None, *, checksums: bool = False) -> int:
+    def update(self, source: Dict | None = None, *, checksums: bool = False, changed: Changed = None) -> int:
         """Copy the present values of `source` to all replicas as the next version; return its number. All ranks call
         this.
 
-        With `checksums` every rank compares what has arrived with what the trainers hold, before it votes.
+        If anything fails, every rank raises, and the current version stays. After a failure while bytes moved
+        (`PeerLost`) no further update is possible; readers go on.
 
-        A `source` other than the first may be given, with the same names, shapes, dtypes and layouts. If anything
-        fails, every rank raises, and the current version stays. After a failure while bytes moved (`PeerLost`) no
-        further update is possible; readers go on.
+        Args:
+            source: other tensors than the first, with the same names, shapes, dtypes and layouts.
+            checksums: whether every rank compares what has arrived with what the trainers hold, before it votes.
+            changed: names of tensors that have changed since the last update; any rank may name any. "auto"
+                lets trainers compare with copies of what they sent; None sends everything. All ranks give it, or none.
+
+        Returns:
+            The number of the version.
+
+        Raises:
+            InvalidInput: on all ranks, if an argument is wrong or differs between ranks.
+            PeerLost: a rank has died or does not come.
         """
         with self._updating:
-            state, back = self._state, (1 - self._current) * (self._copies > 1)
-            number = self._number + 1
-            sources, why = state.checked_sources(source)
-            why = why or (f"this sync has failed before: {self._broken}" if self._broken else "") or self._vacate(back)
-            state.begin(number, why, checksums)
-            key = f"{state.name}/{number}"
-            failed: StrettoError | None = None
+            return self._update(source, checksums, changed, None)
+
+    def update_async(
+        self, source: Dict | None = None, *, checksums: bool = False, snapshot: str = "on_write",
+        snapshot_bytes: int | None = None,
+    ) -> PendingUpdate:  # fmt: skip
+        """Begin an update in another thread, so that trainers compute their next step meanwhile; all ranks call this.
+
+        The source may be read at any time, but before it changes ``before_write()`` of the result must return
+        (``protect(optimizer)`` has the optimizer call it). Nothing else may be done with this sync before ``wait()``.
+
+        Args:
+            source: as for `update`.
+            checksums: as for `update`; the trainers' are computed before this returns.
+            snapshot: "on_write" copies or waits when the weights change, whichever takes less time; "now" copies
+                everything before this returns; "wait" never copies.
+            snapshot_bytes: the most bytes that are copied; None for no limit.
+
+        Returns:
+            The update under way; its ``wait()`` returns the version.
+
+        Raises:
+            InvalidInput: an argument is wrong here.
+        """
+        from .pending import SNAPSHOTS, PendingUpdate, SourceGuard
+
+        if snapshot not in SNAPSHOTS:
+            raise unknown("snapshot", snapshot, SNAPSHOTS)
+        sources, why = self._state.checked_sources(source)
+        if why:
+            raise InvalidInput(why)
+        transfer = self._state.transfer
+        most = 0 if snapshot == "wait" else snapshot_bytes
+        guard = SourceGuard(transfer, transfer.rounds, sources, most_bytes=most)
+        guard.checksums = transfer.checksums(0, sources) if checksums else None
+        if snapshot == "now":
+            guard.before_write("copy")
+        self._updating.acquire()
+
+        def run() -> int:
             try:
-                state.move(sources, back, key)
-            except StrettoError as error:
-                failed = error
-            except Exception as error:
-                failed = StrettoError(f"rank {state.rank}: {type(error).__name__}: {error}")
-            decided = state.vote(key, failed)
-            if checksums and decided is None:
-                decided = state.vote(f"{key}/checksums", state.compared(sources, back))
-            if decided is not None:
-                self._broken = failed or decided
-                raise self._broken
-            with self._lock:
-                self._versions[back] = number
-                self._current = back
-            self._number = number
-            return number
+                return self._update(source, checksums, None, guard)
+            finally:
+                self._updating.release()
+
+        return PendingUpdate(run, guard)
+
+    def _update(self, source: Dict | None, checksums: bool, changed: Changed, guard: SourceGuard | None) -> int:
+        from .deltas import union
+
+        state, back = self._state, (1 - self._current) * (self._copies > 1)
+        number = self._number + 1
+        sources, why = state.checked_sources(source)
+        why = why or (f"this sync has failed before: {self._broken}" if self._broken else "") or self._vacate(back)
+        said = None
+        if not why and changed is not None:
+            try:
+                given = state.source if source is None else source
+                said = self._log.said(changed, given, behind=self.version != self._number)
+            except InvalidInput as error:
+                why = str(error)
+        state.begin(number, why, checksums, changed is not None)
+        names = union(state.told(said)) if said is not None else None
+        key = f"{state.name}/{number}"
+        failed: StrettoError | None = None
+        try:
+            self._log.refreshed(state.sets, back, names, number)
+            state.move(sources, back, key, names=names, guard=guard)
+        except StrettoError as error:
+            failed = error
+        except Exception as error:
+            failed = StrettoError(f"rank {state.rank}: {type(error).__name__}: {error}")
+        decided = state.vote(key, failed)
+        if checksums and decided is None:
+            held = guard.checksums if guard is not None else None
+            decided = state.vote(f"{key}/checksums", state.compared(sources, back, held))
+        if decided is not None:
+            self._broken = failed or decided
+            raise self._broken
+        with self._lock:
+            self._versions[back] = number
+            self._current = back
+        self._number = number
+        self._log.whole = self._log.whole or names is None
+        return number
 
     def reform(self, ranks: Any, source: Dict | None = None) -> WeightSync:
         """A sync of other ranks, after one was lost or for one that has come: all of `ranks` call this or make one.
@@ -211,7 +295,7 @@ class WeightSync:
             limit, world = self._state.staging_limit, self._state.world
         return WeightSync(
             given or None, now or None, ranks=ranks, staging_bytes=limit, world=world, copies=self._copies,
-            _version=version,
+            deltas=self._deltas, _version=version,
         )  # fmt: skip
 
     def _vacate(self, at: int) -> str:
@@ -222,6 +306,9 @@ class WeightSync:
             if not self._lock.wait_for(lambda: self._readers[at] == 0, READERS_S):
                 return f"version {self._versions[at]} still has {self._readers[at]} readers after {READERS_S:g} s"
             self._versions[at] = None
+            ends, self._read_ends[at] = self._read_ends[at], []
+        for end in ends:
+            end.synchronize()
         return ""
 
     def close(self) -> None:
