@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 SHOWN = 12
 SYSTEMS = ("stretto", "send_recv", "gather_broadcast")
+NCCL_SYSTEMS = ("nccl_send_recv", "nccl_gather_broadcast")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -137,8 +139,10 @@ def run(
     runs: Annotated[int, typer.Option(metavar="N", help="How often each system runs for the clock.")] = 3,
     system: Annotated[
         list[str] | None,
-        typer.Option(metavar="|".join(SYSTEMS), help="Run this one only; may be repeated."),
+        typer.Option(metavar="|".join(SYSTEMS + NCCL_SYSTEMS), help="Run this one only; may be repeated."),
     ] = None,
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where the weights are.")] = "cpu",
+    staging: Annotated[str, typer.Option(metavar="SIZE", help="The most bytes that a rank packs at a time.")] = "256M",
     rows: RankJsonOption = None,
 ) -> None:
     """Send real weights between the ranks of a job and time it. Every rank runs this command.
@@ -147,7 +151,9 @@ def run(
     The model is a dense transformer of so many bytes in bf16. Beside ours run plain
     messages (send_recv) and everything gathered on one rank and broadcast
     (gather_broadcast, as vLLM's own engine does). STRETTO_CLUSTER names the
-    cluster to plan for and to say the bound of.
+    cluster to plan for and to say the bound of. On GPUs (--device cuda) both run on
+    our executor with their own plans; nccl_send_recv and nccl_gather_broadcast are
+    NCCL's.
 
     \b
     Examples:
@@ -165,9 +171,14 @@ def run(
         raise InvalidInput(f"--runs: must be 1..1000, not {runs}")
     torch.set_num_threads(1)
     model = model_of_size(parse_one_size(nbytes))
-    dist.init_process_group("gloo")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % max(1, torch.cuda.device_count()))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     try:
-        found = run_weights(model, trainer=trainer, server=server, runs=runs, systems=system or SYSTEMS)
+        found = run_weights(
+            model, trainer=trainer, server=server, runs=runs, systems=system or SYSTEMS, device=device,
+            staging_bytes=parse_one_size(staging),
+        )  # fmt: skip
         if dist.get_rank() == 0:
             files = OutputFiles()
             files.json(rows, _run_rows(found))
@@ -181,7 +192,7 @@ def run(
 def _run_rows(run: WeightRun) -> dict[str, Any]:
     return {
         "model": run.model.name, "nbytes": run.nbytes, "bound_us": run.bound_us, "predicted_us": run.predicted_us,
-        "training_slowdown": run.slowdown,
+        "training_slowdown": run.slowdown, "route": run.route, "copied_us": run.copied_us,
         "systems": [
             {"system": s.system, "exact": s.exact, "time_us": s.time_s * 1e6, "stopped_us": s.stopped_s * 1e6}
             for s in run.systems
@@ -192,6 +203,8 @@ def _run_rows(run: WeightRun) -> dict[str, Any]:
 def _run_table(run: WeightRun) -> ResultTable:
     title = f"{format_bytes(run.nbytes)} in {len(run.model.tensors)} tensors: bound {format_us(run.bound_us)}, "
     title += f"predicted {format_us(run.predicted_us)}, a training step {run.slowdown:.2f}x as long meanwhile"
+    if run.copied_us:
+        title += f"; copying once takes {format_us(run.copied_us)} (route: {run.route})"
     table = ResultTable("system", ">time", ">over the bound", ">servers stopped", ">bits", title=title)
     for s in run.systems:
         over = f"{s.time_s * 1e6 / run.bound_us:.2f}x" if run.bound_us > 0 else "-"

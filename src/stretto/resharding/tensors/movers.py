@@ -40,6 +40,11 @@ class Mover:
     op: str
     """The kind of the pending reduction; empty if bytes are only moved."""
 
+    @property
+    def route(self) -> str:
+        """How bytes move."""
+        return "messages" if self.handle is None else "executor"
+
     queued = False
     """Whether `start` puts everything onto the current stream of the GPU, and the host need not wait."""
 
@@ -127,6 +132,8 @@ class Mover:
 class PinnedMover(Mover):
     """Moves the bytes of GPU buffers through pinned memory of the hosts, with the executor between them."""
 
+    route = "pinned"
+
     def start(self, packed: torch.Tensor, unpacked: torch.Tensor) -> Callable[[Check], None]:
         """Copy to the host and begin to move; the returned function waits and puts the copy back onto the stream."""
         given, got = _pinned(packed), _pinned(unpacked)
@@ -150,6 +157,7 @@ class GpuMover(Mover):
     loaded: Any
     """What `GpuEngine.load_program` made."""
     queued = True
+    route = "gpu"
 
     @property
     def reads_inputs(self) -> bool:

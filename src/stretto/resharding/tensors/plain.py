@@ -78,7 +78,7 @@ class GatherBroadcast:
             full = None
             if me == self.root or wanted is not None:
                 dtype = some.dtype if some is not None else torch.bfloat16
-                full = torch.empty(tensor.shape, dtype=dtype)
+                full = torch.empty(tensor.shape, dtype=dtype, device=None if some is None else some.device)
             self._gather(at, mine, full)
             if full is not None:
                 dist.broadcast(full, self.root, group=self.group)
@@ -99,7 +99,7 @@ class GatherBroadcast:
             elif rank == me and mine is not None:
                 ops.append(dist.P2POp(dist.isend, mine.contiguous(), self.root))
             elif part is not None:
-                late.append((part, torch.empty(part.shape, dtype=part.dtype)))
+                late.append((part, torch.empty(part.shape, dtype=part.dtype, device=part.device)))
                 ops.append(dist.P2POp(dist.irecv, late[-1][1], rank))
         for work in dist.batch_isend_irecv(ops) if ops else []:
             work.wait()

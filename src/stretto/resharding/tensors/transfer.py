@@ -119,6 +119,11 @@ class Transfer:
         return [each.mover.plan for each in self.rounds]
 
     @property
+    def route(self) -> str:
+        """How bytes move; the same on all ranks."""
+        return next((each.mover.route for each in self.rounds), "executor")
+
+    @property
     def depth(self) -> int:
         """The number of rounds that are under way at a time."""
         return min(DEPTH, max(1, len(self.rounds)))

@@ -3,28 +3,32 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ...errors import InvalidInput
+from ...errors import InvalidInput, unknown
 from ...weights.models import ModelShapes
 from ...weights.parallel import ParallelDegrees
 from .. import Layout, Tensor
 from .describe import AnyTensor, TensorPart
-from .plain import GatherBroadcast, PlainMessages
+from .plain import GatherBroadcast, Locals, PlainMessages
 from .weights import STAGING_BYTES, WeightSync
 
 SYSTEMS = ("stretto", "send_recv", "gather_broadcast")
+NCCL_SYSTEMS = ("nccl_send_recv", "nccl_gather_broadcast")
+"""On GPUs the first three run on our executor, with their own plans, and these two by NCCL."""
 LEAD_S = 0.05
 """Between agreeing on the beginning of a run and the beginning."""
-TRAINED = 256
+TRAINED = {"cpu": 256, "cuda": 4096}
 """The width of the matrices that a trainer multiplies while weights are sent."""
+STEPS = 8
+"""The steps of a trainer that are timed alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +60,15 @@ class WeightRun:
     systems: tuple[WeightTimes, ...]
     slowdown: float
     """The time of a trainer's step while weights are sent over that of one alone."""
+    route: str = "executor"
+    """How ours moved the bytes: by the executor, on GPU memory, through pinned memory, or by messages."""
+    copied_us: float = 0.0
+    """On a GPU: how long it takes to copy what servers get once, on all of them at the same time."""
 
 
 def run_weights(
     model: ModelShapes, *, trainer: ParallelDegrees | str, server: ParallelDegrees | str, runs: int = 3,
-    systems: Sequence[str] = SYSTEMS, staging_bytes: int = STAGING_BYTES,
+    systems: Sequence[str] = SYSTEMS, staging_bytes: int = STAGING_BYTES, device: str = "cpu",
 ) -> WeightRun:  # fmt: skip
     """Move a model's weights, in bf16, between the ranks of the default process group; all of them call this.
 
@@ -71,6 +79,7 @@ def run_weights(
         runs: how often each system runs for the clock, after one run whose bits are compared.
         systems: which of `SYSTEMS`.
         staging_bytes: the most bytes that a rank packs at a time.
+        device: "cpu" or "cuda", where every rank uses its current GPU.
 
     Returns:
         The measurements, the same on all ranks.
@@ -78,42 +87,102 @@ def run_weights(
     Raises:
         InvalidInput: there are too few ranks, or degrees that do not fit.
     """
+    known = SYSTEMS + (NCCL_SYSTEMS if device == "cuda" else ())
     for name in systems:
-        if name not in SYSTEMS:
-            raise InvalidInput(f"systems: {name!r} is none of {', '.join(SYSTEMS)}")
+        if name not in known:
+            raise InvalidInput(f"systems: {name!r} is none of {', '.join(known)}")
+    if device not in TRAINED:
+        raise unknown("device", device, TRAINED)
     tensors = placed_model(model, trainer, server, dist.get_world_size())
     me = dist.get_rank()
-    sources = [_filled(t, t.src, me) for t in tensors]
-    targets = [_empty(t, t.dst, me) for t in tensors]
-    sync = WeightSync(_parts(tensors, sources, 0) or None, _parts(tensors, targets, 1) or None,
-                      staging_bytes=staging_bytes)  # fmt: skip
-    root, wanting = tensors[0].src.mesh.devices[0], {d for t in tensors for d in t.dst.mesh.devices}
-    group = dist.new_group(sorted({root, *wanting}), backend="gloo")
-    ways: dict[str, Callable[[], object]] = {
-        "stretto": sync.update, "send_recv": PlainMessages(tensors, sources, targets),
-        "gather_broadcast": GatherBroadcast(tensors, sources, targets, group),
-    }  # fmt: skip
+    sources = [_filled(t, t.src, me, device) for t in tensors]
+    targets = [_empty(t, t.dst, me, device) for t in tensors]
+    given, wanted = _parts(tensors, sources, 0) or None, _parts(tensors, targets, 1) or None
+    sync = WeightSync(given, wanted, staging_bytes=staging_bytes)
     found = []
     for name in systems:
         for target in targets:
             if target is not None:
                 target.zero_()
-        ways[name]()
+        run, close = _way(name, sync, tensors, sources, targets, staging_bytes)
+        run()
         with sync.read() as weights:
             held = [weights[t.name] if target is not None else None for t, target in zip(tensors, targets, strict=True)]
-            fine = _exact(tensors, held if name == "stretto" else targets, me)
+            fine = _exact(tensors, held if name == "stretto" else targets, me, device)
             stopped = _copied(held, targets) if name == "stretto" else 0.0
-        times = [_timed(ways[name]) for _ in range(runs)]
+        times = [_timed(run) for _ in range(runs)]
+        close()
         stopped = stopped if name == "stretto" else median(times) if times else 0.0
         found.append(WeightTimes(system=name, exact=fine, times_s=tuple(times), stopped_s=stopped))
-    slowdown = _slowdown(sync, any(s is not None for s in sources))
+    slowdown = _slowdown(sync, any(s is not None for s in sources), device)
     made = WeightRun(
         model=model, nbytes=sum(t.nbytes for t in tensors), bound_us=sync.bound_us, predicted_us=sync.predicted_us,
-        systems=tuple(found), slowdown=slowdown,
+        systems=tuple(found), slowdown=slowdown, route=sync.route,
+        copied_us=_copy_us(targets) if device == "cuda" else 0.0,
     )  # fmt: skip
     sync.close()
-    dist.destroy_process_group(group)
     return made
+
+
+def _way(
+    name: str, sync: WeightSync, tensors: Sequence[Tensor], sources: Locals, targets: Locals, staging_bytes: int
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """A function that moves everything once, and one that ends what it used."""
+    if name == "stretto":
+        return sync.update, lambda: None
+    on_gpu = any(t is not None and t.is_cuda for t in (*sources, *targets))
+    on_gpu = bool(_latest(float(on_gpu)))
+    if on_gpu and name in SYSTEMS:
+        planned = PlannedBaseline(name, tensors, sources, targets, staging_bytes)
+        return planned, planned.close
+    if name.endswith("send_recv"):
+        return PlainMessages(tensors, sources, targets), lambda: None
+    root, wanting = tensors[0].src.mesh.devices[0], {d for t in tensors for d in t.dst.mesh.devices}
+    group = dist.new_group(sorted({root, *wanting}), backend="nccl" if on_gpu else "gloo")
+    return GatherBroadcast(tensors, sources, targets, group), lambda: dist.destroy_process_group(group)
+
+
+class PlannedBaseline:
+    """Plain messages, or gather and broadcast, on the executor that ours runs on: only the plan is another."""
+
+    def __init__(
+        self, name: str, tensors: Sequence[Tensor], sources: Locals, targets: Locals, staging_bytes: int
+    ) -> None:
+        self._tensors, self._targets, self._me = tensors, targets, dist.get_rank()
+        given, wanted = _parts(tensors, sources, 0) or None, _parts(tensors, targets, 1) or None
+        self._full: dict[str, torch.Tensor] = {}
+        if name == "send_recv":
+            self._syncs = [WeightSync(given, wanted, staging_bytes=staging_bytes, copies=1, _strategy=name)]
+            return
+        root = tensors[0].src.mesh.devices[0]
+        servers = sorted({d for t in tensors for d in t.dst.mesh.devices})
+        mine: Any = next((t for t in (*sources, *targets) if t is not None), None)
+        if self._me == root or self._me in servers:
+            where = mine.device if mine is not None else None
+            self._full = {t.name: torch.empty(t.shape, dtype=torch.bfloat16, device=where) for t in tensors}
+        whole: dict[str, AnyTensor] | None = dict(self._full) or None
+        first = WeightSync(given, whole if self._me == root else None, staging_bytes=staging_bytes, copies=1)
+        copies = {
+            name: TensorPart.of(full, ranks=servers, placements=["R"]) for name, full in self._full.items()
+        } if self._me in servers else None  # fmt: skip
+        second = WeightSync(whole if self._me == root else None, copies, staging_bytes=staging_bytes, copies=1)
+        self._syncs = [first, second]
+
+    def __call__(self) -> None:
+        """Move everything once; all ranks call this."""
+        for sync in self._syncs:
+            sync.update()
+        for tensor, target in zip(self._tensors, self._targets, strict=True):
+            if self._full and target is not None:
+                tile = _tile(tensor, tensor.dst, self._me)
+                assert tile is not None
+                target.copy_(self._full[tensor.name][tuple(slice(a, b) for a, b in tile)])
+        _sync_device(self._targets)
+
+    def close(self) -> None:
+        """End the process groups."""
+        for sync in self._syncs:
+            sync.close()
 
 
 def placed_model(
@@ -186,29 +255,29 @@ def _tile(tensor: Tensor, side: Layout, rank: int) -> list[tuple[int, int]] | No
     return [(int(a), int(b)) for a, b in side.tiles(tensor.shape)[side.mesh.devices.index(rank)]]
 
 
-def _filled(tensor: Tensor, side: Layout, rank: int) -> torch.Tensor | None:
+def _filled(tensor: Tensor, side: Layout, rank: int, device: str) -> torch.Tensor | None:
     """A rank's part, of numbers that tell where in the whole tensor they belong."""
     tile = _tile(tensor, side, rank)
     if tile is None:
         return None
-    value = torch.zeros((1,) * len(tile), dtype=torch.int64)
+    value = torch.zeros((1,) * len(tile), dtype=torch.int64, device=device)
     for dim, (begin, end) in enumerate(tile):
-        steps = torch.arange(begin, end) * (2 * dim + 1) * 7919
+        steps = torch.arange(begin, end, device=device) * (2 * dim + 1) * 7919
         value = value * 31 + steps.view([-1 if d == dim else 1 for d in range(len(tile))])
     # Of bf16 only bit patterns of ordinary numbers.
     return (value % (0x7F00)).to(torch.int16).view(torch.bfloat16).contiguous()
 
 
-def _empty(tensor: Tensor, side: Layout, rank: int) -> torch.Tensor | None:
+def _empty(tensor: Tensor, side: Layout, rank: int, device: str) -> torch.Tensor | None:
     tile = _tile(tensor, side, rank)
-    return None if tile is None else torch.zeros([b - a for a, b in tile], dtype=torch.bfloat16)
+    return None if tile is None else torch.zeros([b - a for a, b in tile], dtype=torch.bfloat16, device=device)
 
 
-def _exact(tensors: Sequence[Tensor], held: Sequence[torch.Tensor | None], rank: int) -> bool:
+def _exact(tensors: Sequence[Tensor], held: Locals, rank: int, device: str) -> bool:
     """Whether all ranks have what they should."""
     fine = True
     for tensor, mine in zip(tensors, held, strict=True):
-        want = _filled(tensor, tensor.dst, rank)
+        want = _filled(tensor, tensor.dst, rank, device)
         if mine is not None and want is not None:
             fine = fine and torch.equal(mine.view(torch.int16), want.view(torch.int16))
     word = torch.tensor([float(fine)])
@@ -216,13 +285,34 @@ def _exact(tensors: Sequence[Tensor], held: Sequence[torch.Tensor | None], rank:
     return bool(word)
 
 
-def _copied(held: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor | None]) -> float:
+def _copied(held: Locals, targets: Locals) -> float:
     """Seconds to copy a version into a server's memory: the longest of all ranks."""
+    _sync_device(targets)
     start = time.monotonic()
     for mine, target in zip(held, targets, strict=True):
         if mine is not None and target is not None:
             target.copy_(mine)
+    _sync_device(targets)
     return _latest(time.monotonic() - start)
+
+
+def _copy_us(targets: Locals) -> float:
+    """Microseconds to copy what servers get once, all of them at the same time; the least of three."""
+    mine = [t for t in targets if t is not None]
+    goals = [torch.empty_like(t) for t in mine]
+
+    def copy() -> None:
+        for goal, target in zip(goals, mine, strict=True):
+            goal.copy_(target)
+        _sync_device(targets)
+
+    copy()
+    return 1e6 * min(_timed(copy) for _ in range(3))
+
+
+def _sync_device(tensors: Locals) -> None:
+    if any(t is not None and t.is_cuda for t in tensors):
+        torch.cuda.synchronize()
 
 
 def _timed(run: Callable[[], object]) -> float:
@@ -239,31 +329,25 @@ def _latest(value: float) -> float:
     return float(word)
 
 
-def _slowdown(sync: WeightSync, trains: bool) -> float:
+def _slowdown(sync: WeightSync, trains: bool, device: str) -> float:
     """How much longer a trainer's step takes while weights are sent; the worst of all ranks."""
-    x = torch.ones(TRAINED, TRAINED) if trains else torch.ones(1, 1)
+    size = TRAINED[device] if trains else 1
+    x = torch.ones(size, size, device=device)
 
     def steps(until: Callable[[int], bool]) -> float:
         start, count = time.monotonic(), 0
         while not until(count):
             x @ x
+            _sync_device([x])
             count += 1
         return (time.monotonic() - start) / max(1, count)
 
-    alone = steps(lambda count: count >= 8) if trains else 1.0
+    alone = 1.0
+    if trains:
+        steps(lambda count: count >= 2)
+        alone = steps(lambda count: count >= STEPS)
     _latest(0.0)
-    failed: list[BaseException] = []
-
-    def update() -> None:
-        try:
-            sync.update()
-        except BaseException as error:
-            failed.append(error)
-
-    sending = threading.Thread(target=update)
-    sending.start()
-    during = steps(lambda count: not sending.is_alive() and count > 0) if trains else 1.0
-    sending.join()
-    if failed:
-        raise failed[0]
+    sending = sync.update_async()
+    during = steps(lambda count: sending.done and count > 0) if trains else 1.0
+    sending.wait()
     return _latest(during / alone)

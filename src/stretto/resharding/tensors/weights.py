@@ -123,6 +123,11 @@ class WeightSync:
         return len(self._state.transfer.rounds)
 
     @property
+    def route(self) -> str:
+        """How bytes move: "executor", "gpu", "pinned" or "messages"; see docs/weight_sync.md."""
+        return self._state.transfer.route
+
+    @property
     def staging_bytes(self) -> int:
         """The most bytes that this rank packs at a time."""
         return self._state.transfer.staging_bytes
