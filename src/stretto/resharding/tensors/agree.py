@@ -8,13 +8,15 @@ Only the ranks that take part are needed, and nothing has to be set up before: t
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
+import torch.distributed as dist
 
 from ...errors import InvalidInput, PeerLost, StrettoError
 from ...files import typed
@@ -26,6 +28,7 @@ COMMIT = "commit"
 PATIENCE_S, LONGEST_S = 0.05, 1.0
 """Seconds to wait for the other ranks before checking on them: the first pause, and the longest."""
 T = TypeVar("T")
+Arguments = ParamSpec("Arguments")
 
 
 class _Said(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +45,19 @@ class _At(msgspec.Struct, frozen=True, kw_only=True):
     card: Card
 
 
+def _from_store(method: Callable[Arguments, T]) -> Callable[Arguments, T]:
+    """A store that cannot be asked any more is a lost rank: the one that served it."""
+
+    @functools.wraps(method)
+    def asked(*args: Arguments.args, **more: Arguments.kwargs) -> T:
+        try:
+            return method(*args, **more)
+        except dist.DistError as error:
+            raise PeerLost(f"the rank that serves the store is gone: {str(error).splitlines()[0][:120]}") from None
+
+    return asked
+
+
 class ReshardAgreement:
     """One rank's side of the agreements. `cards` identify the processes of the job's ranks, to notice
     which have died.
@@ -56,6 +72,7 @@ class ReshardAgreement:
         self._card = card(rank, executor="", rules="")
         self._said(_At(ranks=(), number=0, label="", card=self._card))
 
+    @_from_store
     def gather(self, ranks: Sequence[int], label: str, text: str, error: str = "") -> list[str]:
         """The texts of all ranks, in the order of `ranks`.
 
@@ -103,6 +120,7 @@ class ReshardAgreement:
                 raise InvalidInput(said.error if peer == self.rank else f"rank {peer}: {said.error}")
         return [said.text for said in found]
 
+    @_from_store
     def vote(self, key: str, ranks: Sequence[int], error: StrettoError | None = None) -> StrettoError | None:
         """Commit if every rank votes without an error; all ranks get the same answer, whichever rank dies at whatever
         time.
@@ -136,6 +154,7 @@ class ReshardAgreement:
             patience_s = min(2 * patience_s, LONGEST_S)
         return _read_decision(self._store.get(decision))
 
+    @_from_store
     def decided(self, key: str) -> StrettoError | None:
         """The reason why a vote that is still under way will fail, if it is known already."""
         decision = f"vote/{key}"

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ...errors import InvalidInput, StrettoError, unknown
+from ...errors import InvalidInput, PeerLost, StrettoError, unknown
 
 if TYPE_CHECKING:
     import torch
@@ -260,10 +260,14 @@ class WeightSync:
             failed = error
         except Exception as error:
             failed = StrettoError(f"rank {state.rank}: {type(error).__name__}: {error}")
-        decided = state.vote(key, failed)
-        if checksums and decided is None:
-            held = guard.checksums if guard is not None else None
-            decided = state.vote(f"{key}/checksums", state.compared(sources, back, held))
+        try:
+            decided = state.vote(key, failed)
+            if checksums and decided is None:
+                held = guard.checksums if guard is not None else None
+                decided = state.vote(f"{key}/checksums", state.compared(sources, back, held))
+        except PeerLost as error:
+            # The store is gone with the rank that served it: nobody can commit, and the old version stays.
+            decided = error
         if decided is not None:
             self._broken = failed or decided
             raise self._broken
