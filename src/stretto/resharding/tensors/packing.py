@@ -42,7 +42,16 @@ class Part:
 
 
 def pack(parts: Sequence[Part], tensors: Tensors, buffer: torch.Tensor) -> torch.Tensor:
-    """Copy boxes of tensors into a buffer, all with one call; return the buffer."""
+    """Copy boxes of tensors into a buffer, all with one call.
+
+    Args:
+        parts: the boxes.
+        tensors: this rank's tensors.
+        buffer: the packed buffer, in bytes.
+
+    Returns:
+        The buffer.
+    """
     boxes = [part.of(tensors).detach() for part in parts]
     if boxes:
         torch._foreach_copy_([p.packed(buffer, box.shape) for p, box in zip(parts, boxes, strict=True)], boxes)
@@ -50,7 +59,13 @@ def pack(parts: Sequence[Part], tensors: Tensors, buffer: torch.Tensor) -> torch
 
 
 def unpack(parts: Sequence[Part], tensors: Tensors, buffer: torch.Tensor) -> None:
-    """Copy what is in a buffer into boxes of tensors."""
+    """Copy what is in a buffer into boxes of tensors.
+
+    Args:
+        parts: the boxes.
+        tensors: this rank's tensors.
+        buffer: the packed buffer, in bytes.
+    """
     boxes = [part.of(tensors) for part in parts]
     if boxes:
         torch._foreach_copy_(boxes, [p.packed(buffer, box.shape) for p, box in zip(parts, boxes, strict=True)])
@@ -88,7 +103,17 @@ class RoundBuffers:
         self._carrier.symmetric(at, self._gpu)
 
     def take(self, side: int, slot: int, nbytes: int, device: torch.device | None) -> torch.Tensor:
-        """The buffer of one round, for its input (side 0) or its output (1)."""
+        """The buffer of one round.
+
+        Args:
+            side: 0 for its input, 1 for its output.
+            slot: which of the buffers that are used by turns.
+            nbytes: the bytes of this round.
+            device: where this rank's tensors are; None if it has none.
+
+        Returns:
+            The memory, as bytes.
+        """
         shared = self._shared[side]
         if shared is not None and self._gpu is not None:
             begin = shared[0] + slot * shared[1]

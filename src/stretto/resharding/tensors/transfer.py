@@ -199,7 +199,13 @@ class Transfer:
         return found
 
     def copy_here(self, sources: Tensors, targets: Tensors, guard: SourceGuard | None = None) -> None:
-        """Copy the parts that are already on this rank and that no other rank wants."""
+        """Copy the parts that are already on this rank and that no other rank wants.
+
+        Args:
+            sources: this rank's local part of each tensor; None where it has none.
+            targets: this rank's local part of each target; None where it has none.
+            guard: has early copies of the parts, where the sources have changed since.
+        """
         with guard.reading_here() if guard is not None else nullcontext() as early:
             boxes = early if early is not None else self.held_here(sources)
             for part, box in zip((self._part(task, 1, 0) for task in self._here), boxes, strict=True):
@@ -259,7 +265,16 @@ class Transfer:
         return lambda check: memory.catch_up()
 
     def pack_round(self, each: Round, sources: Tensors, device: torch.device | None) -> torch.Tensor:
-        """The packed input of a round, in memory of its own."""
+        """The packed input of a round, in memory of its own.
+
+        Args:
+            each: the round.
+            sources: this rank's local part of each tensor; None where it has none.
+            device: where the sources are; None for the CPU.
+
+        Returns:
+            The bytes.
+        """
         return pack(each.inputs, sources, torch.empty(each.in_bytes, dtype=torch.uint8, device=device))
 
     def _program(
