@@ -61,10 +61,12 @@ void maybe() {
 }
 
 #define STRETTO_CPU
-#define STRETTO_SHAPES 0x3ff
+#define STRETTO_SHAPES 0x7ff
 #define DEV static inline
 #define CALLED static
 #define UNROLL
+#define ROLLED
+#define WARP_BITS 0
 #define THREAD ((u32)world->now->thread)
 #define THREADS ((u32)world->threads)
 #define BLOCK ((u32)world->now->block)
@@ -98,13 +100,22 @@ DEV unsigned short to_half(float f) {
   return (unsigned short)(sign | (((rest + 0xfffu + (rest >> 13 & 1)) >> 13) - (112u << 10)));
 }
 DEV u64 now_ns() { return ++world->clock; }
+DEV u32 leading_zeros(u32 v) { return (u32)__builtin_clz(v); }
 DEV bool first_to(u32* p) { return *p ? false : (*p = 1, true); }
 
 #include "../src/stretto/runtime/gpu/kernel.cu"
 
-using Run = void (*)(const Params&, Shared&);
+struct RankParams {  // Of one launch on one rank: which of the two is used is in the header.
+  Params plain;
+  PacketParams packets;
+};
+using Run = void (*)(const RankParams&, Shared&);
+template <class E, int OP> void interpret_any(const RankParams& p, Shared& shared) {
+  if (p.plain.header[H_USES_SLOTS] & 4) interpret_packets<E, OP>(p.packets);
+  else interpret<E, OP>(p.plain, shared);
+}
 template <class E> Run of(int operation) {
-  constexpr Run runs[] = {interpret<E, SUM>, interpret<E, PROD>, interpret<E, MIN>, interpret<E, MAX>, interpret<E, AVG>};
+  constexpr Run runs[] = {interpret_any<E, SUM>, interpret_any<E, PROD>, interpret_any<E, MIN>, interpret_any<E, MAX>, interpret_any<E, AVG>};
   return runs[operation];
 }
 Run choose(int element, int operation) {
@@ -117,7 +128,7 @@ Run choose(int element, int operation) {
 struct Call {
   const std::vector<GpuLaunch>* launches;
   std::vector<std::vector<std::unique_ptr<Shared>>> shared;  // [rank][block]
-  std::vector<std::vector<Params>> params;                   // [launch][rank]
+  std::vector<std::vector<RankParams>> params;               // [launch][rank]
   std::vector<int> arrived;                                  // per rank: fibers at the end of a launch
   std::vector<int> launch;                                   // per rank: the launch that runs
 };
@@ -163,6 +174,17 @@ void schedule(const std::vector<GpuLaunch>& launches, u64 most) {
   }
 }
 
+PacketParams packet_params(const Params& p, int rank, int ranks) {
+  PacketParams q{};
+  if (ranks > QUIET_RANKS || p.words > HEADER_WORDS + QUIET_WORDS) throw std::invalid_argument("too much for a launch");
+  q.limits = p.limits, q.state = p.state, q.input = p.input[rank], q.output = p.output[rank];
+  for (int r = 0; r < ranks; r++) q.memory[r] = p.memory[r];
+  q.packets_at = p.packets_at, q.block_packets = p.block_packets, q.slot_bytes = p.slot_bytes, q.packet_bytes = p.packet_bytes;
+  q.rank = rank, q.ranks = ranks, q.rounds = p.header[H_ROUNDS], q.steps = p.header[H_STEPS], q.pending = p.header[H_PENDING];
+  std::memcpy(q.stream, p.stream + HEADER_WORDS, (p.words - HEADER_WORDS) * sizeof(int));
+  return q;
+}
+
 void run(const GpuMemory& m, const std::vector<GpuLaunch>& launches, u64 seed, u64 most) {
   World here;
   Call what;
@@ -176,15 +198,16 @@ void run(const GpuMemory& m, const std::vector<GpuLaunch>& launches, u64 seed, u
   for (const GpuLaunch& l : launches) {
     auto& row = what.params.emplace_back(ranks);
     for (int r = 0; r < ranks; r++) {
-      Params& p = row[r];
-      std::memset(&p, 0, sizeof p);
+      std::memset(&row[r], 0, sizeof row[r]);
+      Params& p = row[r].plain;
       p.stream = (const int*)l.streams[r], p.words = (u32)l.words[r], p.state = (u32*)m.state[r];
-      p.abort = &aborts[r], p.host_abort = &reports[r * 16 + 8], p.report = &reports[r * 16];
+      p.limits = {&aborts[r], &reports[r * 16 + 8], &reports[r * 16], ~0ull, 0, 0};
       for (int q = 0; q < ranks; q++) p.memory[q] = m.memory[q], p.input[q] = l.input[q], p.output[q] = l.output[q];
-      p.limit_ns = ~0ull, p.slots_at = m.slots_at, p.packets_at = m.packets_at;
+      p.slots_at = m.slots_at, p.packets_at = m.packets_at;
       p.block_slots = m.block_slots, p.block_packets = m.block_packets;
       p.slot_bytes = l.slot_bytes, p.packet_bytes = l.packet_bytes;
       std::memcpy(p.header, (const int*)l.headers[r], sizeof p.header);
+      if (p.header[H_USES_SLOTS] & 4) row[r].packets = packet_params(p, r, ranks);
       if (!l.shared) for (int q = 0; q < ranks; q++) if (q != r) p.input[q] = p.output[q] = 0;
     }
   }

@@ -15,7 +15,7 @@ from stretto.algorithms import algorithm
 from stretto.algorithms.registry import defined_for
 from stretto.collectives import COLLECTIVES, AllReduce
 from stretto.programs.fused import Fused, fuse
-from stretto.runtime.gpu.compile import ELEMENTS, SOURCE, GpuParams, kernel_options
+from stretto.runtime.gpu.compile import ELEMENTS, SOURCE, GpuLimits, GpuParams, PacketParams, kernel_options
 from stretto.runtime.gpu.encode import ELEMENT_BYTES, REDUCTIONS, chunk_elements, encode
 
 MODES: tuple[dict[str, Any], ...] = ({}, {"symmetric": True}, {"protocol": "ll"})
@@ -128,9 +128,10 @@ def test_large_calls_go_in_rounds_and_small_ones_take_few_blocks() -> None:
 
 def test_the_host_and_the_kernel_agree_on_their_words() -> None:
     text = SOURCE.read_text()
-    params = re.sub("//.*", "", text[text.index("struct Params {") : text.index("struct Shared")])
-    fields = re.findall(r"(\w+)(?:\[\w+\])?[;,]", params)
-    assert [field[0] for field in GpuParams._fields_] == fields
+    for name, params in (("Limits", GpuLimits), ("Params", GpuParams), ("PacketParams", PacketParams)):
+        begin = text.index(f"struct {name} {{")
+        words = re.sub("//.*", "", text[begin : text.index("};", begin)])
+        assert [field[0] for field in params._fields_] == re.findall(r"(\w+)(?:\[\w+\])?[;,]", words)
     assert set(ELEMENTS) == set(ELEMENT_BYTES)
     assert "enum { SUM, PROD, MIN, MAX, AVG };" in text and REDUCTIONS == ("sum", "prod", "min", "max", "avg")
     with pytest.raises(InvalidInput, match="dtype"):

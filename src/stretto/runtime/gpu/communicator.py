@@ -15,8 +15,17 @@ from ...errors import InvalidInput, StrettoError, unknown
 from ...programs.fused import IN, OUT, PACKET, Fused, fuse
 from ...programs.ir import Program
 from ...programs.lowered import Lowered
-from .compile import GpuKernel, GpuParams, compiled
-from .encode import ELEMENT_BYTES, MAX_RANKS, STATE_WORDS, EncodedProgram, encode, kernel_shapes
+from .compile import GpuKernel, GpuLimits, GpuParams, PacketParams, compiled
+from .encode import (
+    ELEMENT_BYTES,
+    H_PENDING,
+    H_STEPS,
+    MAX_RANKS,
+    STATE_WORDS,
+    EncodedProgram,
+    encode,
+    kernel_shapes,
+)
 from .symmetric import SymmetricMemory
 
 SLOT_BYTES = 64 << 20
@@ -42,7 +51,7 @@ class GpuProgram:
     number: int
     kernel: GpuKernel
     stream: torch.Tensor
-    params: GpuParams
+    params: GpuParams | PacketParams
     program: Program | Lowered
     """Kept, since its identity is part of the key that finds this."""
 
@@ -211,15 +220,30 @@ class GpuCommunicator:
                 self._kernels[key] = GpuKernel(compiled(dtype, reduce, shapes, capability, delays=self._delays))
         return self._kernels[key]
 
-    def _params(self, encoded: EncodedProgram, words: torch.Tensor, number: int) -> GpuParams:
-        p = GpuParams(
-            stream=words.data_ptr(), state=self._state.data_ptr(), abort=self._abort.data_ptr(),
-            host_abort=self._host.data_ptr() + 32, report=self._host.data_ptr(), limit_ns=int(self.limit_s * 1e9),
-            slots_at=self._slots_at, packets_at=self._packets_at, block_slots=self._block_slots,
-            block_packets=self._block_packets, slot_bytes=encoded.slot_bytes, packet_bytes=encoded.packet_bytes,
-            words=words.numel(), seed=self.seed, number=number,
+    def _params(self, encoded: EncodedProgram, words: torch.Tensor, number: int) -> GpuParams | PacketParams:
+        limits = GpuLimits(
+            abort=self._abort.data_ptr(), host_abort=self._host.data_ptr() + 32, report=self._host.data_ptr(),
+            limit_ns=int(self.limit_s * 1e9), number=number, seed=self.seed,
         )  # fmt: skip
-        p.header[:] = encoded.headers[self.rank].tolist()
+        both = {
+            "limits": limits, "state": self._state.data_ptr(), "packets_at": self._packets_at,
+            "block_packets": self._block_packets, "slot_bytes": encoded.slot_bytes,
+            "packet_bytes": encoded.packet_bytes,
+        }  # fmt: skip
+        header, stream = encoded.headers[self.rank].tolist(), encoded.streams[self.rank].tolist()
+        p: GpuParams | PacketParams
+        if encoded.quiet:
+            p = PacketParams(
+                **both, rank=self.rank, ranks=self.size, rounds=encoded.rounds, steps=header[H_STEPS],
+                pending=header[H_PENDING],
+            )  # fmt: skip
+            p.stream[: len(stream) - MAX_RANKS] = stream[MAX_RANKS:]
+        else:
+            p = GpuParams(
+                **both, stream=words.data_ptr(), slots_at=self._slots_at, block_slots=self._block_slots,
+                words=words.numel(),
+            )  # fmt: skip
+            p.header[:] = header
         for rank, pointer in enumerate(self._symmetric.pointers(self._buffer)):
             p.memory[rank] = pointer
         return p
@@ -250,9 +274,12 @@ class GpuCommunicator:
                     f"{what}: must be {elements * size} contiguous bytes on {self.device}, not {tensor.nbytes} on "
                     f"{tensor.device}"
                 )
-        params = GpuParams.from_buffer_copy(loaded.params)
-        self._set(params.input, input, loaded.fused.symmetric and loaded.fused.touched(IN))
-        self._set(params.output, output, loaded.fused.symmetric and loaded.fused.touched(OUT))
+        params = type(loaded.params).from_buffer_copy(loaded.params)
+        if isinstance(params, PacketParams):
+            params.input, params.output = input.data_ptr(), output.data_ptr()
+        else:
+            self._set(params.input, input, loaded.fused.symmetric and loaded.fused.touched(IN))
+            self._set(params.output, output, loaded.fused.symmetric and loaded.fused.touched(OUT))
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream()
             capturing = torch.cuda.is_current_stream_capturing()

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...errors import InvalidInput, StrettoError, unknown
 from ...synthesis.cache import directory
-from .encode import ELEMENT_BYTES, REDUCTIONS
+from .encode import ELEMENT_BYTES, HEADER_WORDS, MAX_RANKS, QUIET_RANKS, QUIET_WORDS, REDUCTIONS
 
 SOURCE = Path(__file__).with_name("kernel.cu")
 ELEMENTS = {
@@ -22,17 +22,37 @@ ELEMENTS = {
 }  # fmt: skip
 
 
+class GpuLimits(ctypes.Structure):
+    """How waits end; `Limits` in kernel.cu."""
+
+    _fields_ = [
+        ("abort", ctypes.c_uint64), ("host_abort", ctypes.c_uint64), ("report", ctypes.c_uint64),
+        ("limit_ns", ctypes.c_uint64), ("number", ctypes.c_uint32), ("seed", ctypes.c_uint32),
+    ]  # fmt: skip
+
+
 class GpuParams(ctypes.Structure):
     """The kernel's one argument; `Params` in kernel.cu."""
 
     _fields_ = [
-        ("stream", ctypes.c_uint64), ("state", ctypes.c_uint64), ("abort", ctypes.c_uint64),
-        ("host_abort", ctypes.c_uint64), ("report", ctypes.c_uint64), ("memory", ctypes.c_uint64 * 32),
-        ("input", ctypes.c_uint64 * 32), ("output", ctypes.c_uint64 * 32), ("limit_ns", ctypes.c_uint64),
-        ("slots_at", ctypes.c_uint64), ("packets_at", ctypes.c_uint64), ("block_slots", ctypes.c_uint64),
+        ("limits", GpuLimits), ("stream", ctypes.c_uint64), ("state", ctypes.c_uint64),
+        ("memory", ctypes.c_uint64 * MAX_RANKS), ("input", ctypes.c_uint64 * MAX_RANKS),
+        ("output", ctypes.c_uint64 * MAX_RANKS), ("slots_at", ctypes.c_uint64), ("packets_at", ctypes.c_uint64),
+        ("block_slots", ctypes.c_uint64), ("block_packets", ctypes.c_uint64), ("slot_bytes", ctypes.c_uint32),
+        ("packet_bytes", ctypes.c_uint32), ("words", ctypes.c_uint32), ("unused", ctypes.c_uint32),
+        ("header", ctypes.c_int32 * HEADER_WORDS),
+    ]  # fmt: skip
+
+
+class PacketParams(ctypes.Structure):
+    """The same for programs of packets alone; `PacketParams` in kernel.cu."""
+
+    _fields_ = [
+        ("limits", GpuLimits), ("state", ctypes.c_uint64), ("memory", ctypes.c_uint64 * QUIET_RANKS),
+        ("input", ctypes.c_uint64), ("output", ctypes.c_uint64), ("packets_at", ctypes.c_uint64),
         ("block_packets", ctypes.c_uint64), ("slot_bytes", ctypes.c_uint32), ("packet_bytes", ctypes.c_uint32),
-        ("words", ctypes.c_uint32), ("seed", ctypes.c_uint32), ("number", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32), ("header", ctypes.c_int32 * 16),
+        ("rank", ctypes.c_int32), ("ranks", ctypes.c_int32), ("rounds", ctypes.c_int32), ("steps", ctypes.c_int32),
+        ("pending", ctypes.c_int32), ("unused", ctypes.c_int32), ("stream", ctypes.c_int32 * QUIET_WORDS),
     ]  # fmt: skip
 
 
@@ -174,7 +194,7 @@ class GpuKernel:
         _check(_driver().cuModuleLoadData(ctypes.byref(module), cubin))
         _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), module, b"stretto_run"))
 
-    def launch(self, params: GpuParams, *, blocks: int, threads: int, stream: Any) -> None:
+    def launch(self, params: GpuParams | PacketParams, *, blocks: int, threads: int, stream: Any) -> None:
         """Start the kernel on a CUDA stream (its handle).
 
         Args:

@@ -14,8 +14,12 @@ from ...programs.fused import IN, OUT, Fused, FusedStep, MemoryPlace
 
 HEADER_WORDS, STEP_WORDS, MAX_RANKS, STATE_WORDS = 16, 6, 32, 96
 SYNC, FINISH = 1, 2
+H_STEPS, H_PENDING = 3, 5
+"""Words of a header, as in the kernel."""
 VECTOR_BYTES = 16
 THREADS, LEAST_THREADS = 512, 64
+QUIET_RANKS, QUIET_WORDS = 8, 192
+"""What comes with the launch of a program of packets alone (`is_quiet`): as in the kernel."""
 BLOCK_VECTORS = 128
 """What a block moves at least, before another one is taken: vectors, or packets."""
 PIPELINE_BYTES = 128 << 10
@@ -43,6 +47,8 @@ class EncodedProgram:
     inputs: tuple[int, ...]
     """The elements of each rank's input."""
     outputs: tuple[int, ...]
+    quiet: bool
+    """Whether the streams come with the launch: see `is_quiet`."""
 
 
 def chunk_elements(collective: Collective, count: int, lane: int) -> NDArray[np.int64]:
@@ -108,7 +114,7 @@ def thread_count(fused: Fused, sizes: NDArray[np.int64], element: int, blocks: i
     unit = VECTOR_BYTES if fused.protocol == "simple" else 8
     work = max((sum(int(sizes[item.chunk]) for item in step.items) for s in fused.steps for step in s), default=0)
     vectors = -(-work * element // (unit * blocks))
-    return int(np.clip(-(-vectors // 64) * 64, LEAST_THREADS, THREADS))
+    return int(np.clip(1 << max(vectors - 1, 0).bit_length(), LEAST_THREADS, THREADS))
 
 
 def encode(
@@ -161,11 +167,34 @@ def encode(
         packet_bytes=2 * room,
         inputs=tuple(int(places[0][r][-1]) for r in range(c.num_ranks)),
         outputs=tuple(int(places[1][r][-1]) for r in range(c.num_ranks)),
+        quiet=is_quiet(fused),
     )
 
 
+def is_quiet(fused: Fused) -> bool:
+    """Whether ranks meet by packets alone, keep nothing in slots, and every stream is so short that it comes with the launch.
+
+    >>> from stretto.algorithms import algorithm
+    >>> from stretto.programs.fused import fuse
+    >>> is_quiet(fuse(algorithm("direct", "all_reduce", 8), protocol="ll"))
+    True
+    """
+    if fused.protocol != "ll" or fused.slots or fused.collective.num_ranks > QUIET_RANKS or any(fused.starts):
+        return False
+    for stream in fused.steps:
+        words = 0
+        for step in stream:
+            sources, targets = len(step.items[0].sources), len(step.items[0].targets)
+            if step.waits or step.signals or sources > QUIET_RANKS:
+                return False
+            words += STEP_WORDS + len(step.items) * (2 + 2 * (sources + targets))
+        if words > QUIET_WORDS:
+            return False
+    return True
+
+
 def kernel_shapes(fused: Fused) -> int:
-    """What the kernel of a program must know, as in STRETTO_SHAPES: numbers of sources, and packets.
+    """What the kernel of a program must know, as in STRETTO_SHAPES: numbers of sources, packets, packets alone.
 
     >>> from stretto.algorithms import algorithm
     >>> from stretto.programs.fused import fuse
@@ -173,7 +202,7 @@ def kernel_shapes(fused: Fused) -> int:
     '0x9'
     """
     counts = {len(step.items[0].sources) for stream in fused.steps for step in stream}
-    return sum({1 << (min(count, 9) - 1) for count in counts}) | (fused.protocol == "ll") << 9
+    return sum({1 << (min(count, 9) - 1) for count in counts}) | (fused.protocol == "ll") << 9 | is_quiet(fused) << 10
 
 
 def _mask(ranks: tuple[int, ...] | list[int]) -> int:
@@ -183,7 +212,7 @@ def _mask(ranks: tuple[int, ...] | list[int]) -> int:
 
 def _header(f: Fused, r: int, rounds: int) -> NDArray[np.int32]:
     n = f.collective.num_ranks
-    uses = bool(f.slots or f.packets) | (2 if f.protocol == "ll" else 0)
+    uses = bool(f.slots or f.packets) | (f.protocol == "ll") << 1 | is_quiet(f) << 2
     words = [
         r, n, rounds, len(f.steps[r]), uses, not f.hears_all, _mask(f.ready[r]),
         _mask([q for q in range(n) if r in f.ready[q]]), _mask(f.starts[r]), _mask(f.done[r]), _mask(f.ready[r]),

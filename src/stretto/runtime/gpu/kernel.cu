@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The interpreter of fused steps (stretto.programs.fused). NVRTC compiles it for a GPU, with STRETTO_ELEMENT,
-// STRETTO_OPERATION and STRETTO_SHAPES: bit N-1 for steps of N sources (bit 8: more than eight), bit 9 for packets. What
-// a program does not need is left out: small code, and no registers that spill, are what makes small calls fast.
+// STRETTO_OPERATION and STRETTO_SHAPES: bit N-1 for steps of N sources (bit 8: more than eight), bit 9 for packets, bit 10
+// for programs of packets alone whose stream comes with the launch (`interpret_packets`). What a program does not need is
+// left out: small code, and no registers that spill, are what makes small calls fast.
 // g++ compiles the same text for tests (native/gpu_streams.cpp), where every thread is a fiber.
 // Block b of a rank runs its rank's whole stream on slice b of every chunk and only meets block b of other ranks.
 #ifndef STRETTO_CPU
@@ -10,6 +11,7 @@ typedef unsigned long long u64;
 #define DEV static __device__ __forceinline__
 #define CALLED static __device__ __noinline__  // What is rarely needed stays out of the way.
 #define UNROLL _Pragma("unroll")
+#define ROLLED _Pragma("unroll 1")
 DEV void st_release(u32* p, u32 v) { asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 DEV u32 ld_acquire(const u32* p) {
   u32 v;
@@ -53,39 +55,58 @@ DEV u64 now_ns() {
 }
 DEV bool first_to(u32* p) { return atomicCAS(p, 0u, 1u) == 0u; }
 DEV void delay(u32 ns) { __nanosleep(ns); }
+DEV u32 leading_zeros(u32 v) { return __clz((int)v); }
 #define THREAD threadIdx.x
 #define THREADS blockDim.x
 #define BLOCK blockIdx.x
 #define BLOCKS gridDim.x
 #define MEET() __syncthreads()
+#define WARP_BITS 5
 #define PAUSE()
 #endif
 
 enum { IN, OUT, SLOT, PACKET, SPACES };
 enum { SUM, PROD, MIN, MAX, AVG };
-enum { MAX_RANKS = 32, STATE_WORDS = 96, STREAM_WORDS = 3072, STEP_WORDS = 6, HEADER_WORDS = 32, PACKETS = 1 << 9, PLAIN = !(STRETTO_SHAPES & PACKETS) || STRETTO_SHAPES == 0x3ff };
+enum { MAX_RANKS = 32, STATE_WORDS = 96, STREAM_WORDS = 3072, STEP_WORDS = 6, HEADER_WORDS = 32, PACKETS = 1 << 9, QUIET = 1 << 10 };
+enum { EVERYTHING = STRETTO_SHAPES == 0x7ff, PLAIN = !(STRETTO_SHAPES & PACKETS) || EVERYTHING, QUIET_RANKS = 8, QUIET_WORDS = 192 };
 enum { H_RANK, H_RANKS, H_ROUNDS, H_STEPS, H_USES_SLOTS, H_PENDING, H_READY, H_TELL_READY, H_STARTS, H_DONE, H_TELL_DONE };
 enum { S_SHAPE, S_ITEMS, S_AT, S_SIGNALS, S_WAITS, S_WAITS_AT };
 enum { SYNC = 1, FINISH = 2 };
 
-struct Params {
-  const int* stream;
-  u32* state;        // per block: signals heard of each rank, signals sent to each, then epoch and pending
+struct Limits {
   u32* abort;        // device memory: set by whoever gives up
   u32* host_abort;   // host memory: set from outside
   u32* report;       // host memory: who waited for whom
+  u64 limit_ns;
+  u32 number;        // of the program, for reports
+  u32 seed;          // of random delays
+};
+
+struct Params {
+  Limits limits;
+  const int* stream;
+  u32* state;        // per block: signals heard of each rank, signals sent to each, then epoch and pending
   u64 memory[MAX_RANKS];
   u64 input[MAX_RANKS];
   u64 output[MAX_RANKS];
-  u64 limit_ns;
   u64 slots_at, packets_at;              // offsets in the symmetric memory; flags are at 0
   u64 block_slots, block_packets;        // bytes of one block, for both parities
   u32 slot_bytes, packet_bytes;          // of one slot
   u32 words;
-  u32 seed;
-  u32 number;                            // of the program, for reports
   u32 unused;
   int header[16];
+};
+
+// The same for `interpret_packets`: little, since what comes with a launch takes time as well.
+struct PacketParams {
+  Limits limits;
+  u32* state;
+  u64 memory[QUIET_RANKS];
+  u64 input, output;
+  u64 packets_at, block_packets;
+  u32 slot_bytes, packet_bytes;
+  int rank, ranks, rounds, steps, pending, unused;
+  int stream[QUIET_WORDS];
 };
 
 struct Shared {
@@ -152,19 +173,18 @@ template <class E, int OP, int BYTES> DEV Pack<E, BYTES> end_sum(typename Elemen
 
 // ---- waiting ----
 // Called every 64th time that a wait has looked in vain.
-CALLED bool given_up(const Params& P, u32 polls, u64& since) {
-  if (ld_volatile(P.abort)) return true;
+CALLED bool given_up(const Limits& L, u32 polls, u64& since) {
+  if (ld_volatile(L.abort)) return true;
   if (polls & 1023u) return false;
-  if (ld_volatile(P.host_abort)) return true;
+  if (ld_volatile(L.host_abort)) return true;
   u64 t = now_ns();
   if (!since) since = t;
-  return t - since > P.limit_ns;
+  return t - since > L.limit_ns;
 }
-CALLED void report(const Params& P, Shared& sh, u32 peer, u32 step) {
-  sh.dead = 1;
-  if (first_to(P.abort)) {
-    volatile u32* r = P.report;
-    r[1] = peer; r[2] = step; r[3] = BLOCK; r[4] = P.number; r[5] = ld_volatile(P.host_abort);
+CALLED void report(const Limits& L, u32 peer, u32 step) {
+  if (first_to(L.abort)) {
+    volatile u32* r = L.report;
+    r[1] = peer; r[2] = step; r[3] = BLOCK; r[4] = L.number; r[5] = ld_volatile(L.host_abort);
     r[0] = 1;
   }
 }
@@ -175,7 +195,10 @@ DEV void wait_for(const Params& P, Shared& sh, int rank, int peer, u32 number, i
   u64 since = 0;
   for (u32 polls = 1; (int)(ld_acquire(mine) - target) < 0; polls++) {
     PAUSE();
-    if ((polls & 63u) == 0 && given_up(P, polls, since)) return report(P, sh, peer, step);
+    if ((polls & 63u) == 0 && given_up(P.limits, polls, since)) {
+      sh.dead = 1;
+      return report(P.limits, peer, step);
+    }
   }
 }
 // Called by all threads, after a meeting: each peer in the mask gets one signal.
@@ -313,8 +336,9 @@ template <class E> DEV uint4 poll(const Params& P, Shared& sh, const Item& item,
   u64 since = 0;
   for (u32 polls = 1; q.y != epoch || q.w != epoch; polls++) {
     PAUSE();
-    if ((polls & 63u) == 0 && given_up(P, polls, since)) {
-      report(P, sh, MAX_RANKS + item.at[2 * operand + 1], step);
+    if ((polls & 63u) == 0 && given_up(P.limits, polls, since)) {
+      sh.dead = 1;
+      report(P.limits, MAX_RANKS + item.at[2 * operand + 1], step);
       break;
     }
     q = ld_packet(from);
@@ -411,9 +435,9 @@ DEV void set_bases(const Params& P, Shared& sh, u32 epoch) {
     sh.base[PACKET][q] = P.memory[q] + P.packets_at + BLOCK * P.block_packets + (epoch & 1) * (P.block_packets / 2);
   }
 }
-DEV void random_delay(const Params& P, u32 a, u32 b, u32 c) {
+DEV void random_delay(const Limits& L, u32 a, u32 b, u32 c) {
 #ifdef STRETTO_DELAYS
-  u32 h = P.seed * 0x9e3779b9u ^ a * 0x85ebca6bu ^ b * 0xc2b2ae35u ^ c * 0x27d4eb2fu ^ (THREAD / 32) * 0x165667b1u ^ BLOCK * 0xd3a2646cu;
+  u32 h = L.seed * 0x9e3779b9u ^ a * 0x85ebca6bu ^ b * 0xc2b2ae35u ^ c * 0x27d4eb2fu ^ (THREAD / 32) * 0x165667b1u ^ BLOCK * 0xd3a2646cu;
   h ^= h >> 15, h *= 0x2c1b3c6du, h ^= h >> 12, h *= 0x297a2d39u, h ^= h >> 15;
   if ((h & 3) == 0) delay(h >> 18);
 #endif
@@ -426,7 +450,7 @@ template <class E, int OP> DEV bool run_round(const Params& P, Shared& sh, const
   if (P.header[H_STARTS]) tell(P, sh, rank, P.header[H_STARTS]);
   for (int s = 0; s < steps; s++) {
     const int* step = stream + HEADER_WORDS + s * STEP_WORDS;
-    random_delay(P, rank, s, epoch);
+    random_delay(P.limits, rank, s, epoch);
     if (step[S_WAITS]) {
       const int* waits = stream + step[S_WAITS_AT];
       for (int k = THREAD; k < step[S_WAITS]; k += THREADS) wait_for(P, sh, rank, waits[2 * k], waits[2 * k + 1], s);
@@ -489,9 +513,154 @@ template <class E, int OP> DEV void interpret(const Params& P, Shared& sh) {
   if (THREAD == 0 && uses) state[2 * MAX_RANKS] = began + rounds, state[2 * MAX_RANKS + 1] = pending;
 }
 
+// ---- programs of packets alone: no signals, the stream comes with the launch, and threads rarely meet ----
+template <class E> DEV char* packet_address(const PacketParams& P, u64 area, const int* operand, u32 low) {
+  const u32 code = operand[0], offset = operand[1], space = code >> 5;
+  if (space == PACKET) return (char*)(P.memory[code & (QUIET_RANKS - 1)] + area + (u64)offset * P.packet_bytes);
+  return (char*)((space == IN ? P.input : P.output) + ((u64)offset + low) * sizeof(E));
+}
+CALLED uint4 poll_packet(const Limits& L, const uint4* from, u32 epoch, u32 slot, int step) {
+  uint4 q = ld_packet(from);
+  u64 since = 0;
+  ROLLED for (u32 polls = 1; q.y != epoch || q.w != epoch; polls++) {
+    PAUSE();
+    if ((polls & 63u) == 0 && given_up(L, polls, since)) {
+      report(L, MAX_RANKS + slot, step);
+      break;
+    }
+    q = ld_packet(from);
+  }
+  return q;
+}
+template <class E> CALLED Pack<E, 8> load_some(const char* from, long long left) { return load8<E>(from, left); }
+template <class E> CALLED void store_some(char* to, Pack<E, 8> v, long long left) { store8<E>(to, v, left); }
+// Whole, aligned 8 bytes are the usual case, and stand in line.
+template <class E> DEV uint4 load_data(const char* from, long long left) {
+  uint4 q = {0, 0, 0, 0};
+  if (left >= 8 && ((u64)from & 7) == 0) {
+    const uint2 d = *(const uint2*)from;
+    q.x = d.x, q.z = d.y;
+  } else {
+    const Pack<E, 8> v = load_some<E>(from, left);
+    q.x = v.w[0], q.z = v.w[1];
+  }
+  return q;
+}
+template <class E, int OP, int N>
+DEV void quiet_item(const PacketParams& P, const int* at, u32 low, u32 elements, int targets, u32 thread, u32 threads, u64 area, u32 epoch, int n, int step) {
+  const long long bytes = (long long)elements * sizeof(E);
+  const u32 count = bytes ? (u32)((bytes + 7) / 8) : 1;  // An empty slice is one packet too: whoever reads it has heard of us.
+  ROLLED for (u32 i = thread; i < count; i += threads) {
+    const long long left = bytes - 8ll * i;
+    uint4 q[N];
+    UNROLL for (int k = 0; k < N; k++) {
+      const char* from = packet_address<E>(P, area, at + 2 * k, low);
+      if ((at[2 * k] >> 5) == PACKET) q[k] = ld_packet((const uint4*)from + i);
+      else q[k] = load_data<E>(from + 8ll * i, left), q[k].y = q[k].w = epoch;
+    }
+    typename Element<E>::W sum[Pack<E, 8>::COUNT];
+    Pack<E, 8> v;
+    UNROLL for (int k = 0; k < N; k++) {
+      if (q[k].y != epoch || q[k].w != epoch)
+        q[k] = poll_packet(P.limits, (const uint4*)packet_address<E>(P, area, at + 2 * k, low) + i, epoch, at[2 * k + 1], step);
+      v.w[0] = q[k].x, v.w[1] = q[k].z;
+      if (N == 1) continue;
+      if (k) add_to<E, OP, 8>(sum, v);
+      else begin_sum<E, OP, 8>(sum, v);
+    }
+    if (N != 1) v = end_sum<E, OP, 8>(sum, n);
+    const uint4 packet = {v.w[0], epoch, v.w[1], epoch};
+    ROLLED for (int t = 0; t < targets; t++) {
+      const int* operand = at + 2 * (N + t);
+      char* to = packet_address<E>(P, area, operand, low);
+      if ((operand[0] >> 5) == PACKET) {
+        st_packet((uint4*)to + i, packet);
+      } else if (left >= 8 && ((u64)(to + 8ll * i) & 7) == 0) {
+        const uint2 d = {v.w[0], v.w[1]};
+        *(uint2*)(to + 8ll * i) = d;
+      } else {
+        store_some<E>(to + 8ll * i, v, left);
+      }
+    }
+  }
+}
+template <class E, int OP, int N>
+DEV void quiet_if(const PacketParams& P, const int* at, u32 low, u32 elements, int sources, int targets, u32 thread, u32 threads, u64 area, u32 epoch, int n, int step) {
+  if ((STRETTO_SHAPES & QUIET) && (STRETTO_SHAPES >> (N - 1) & 1) && sources == N)
+    quiet_item<E, OP, N>(P, at, low, elements, targets, thread, threads, area, epoch, n, step);
+}
+template <class E, int OP> DEV void quiet_step(const PacketParams& P, const int* step, int number, int round, u64 area, u32 epoch) {
+  const int shape = step[S_SHAPE], sources = shape & 255, targets = shape >> 8 & 255, items = step[S_ITEMS];
+  const int stride = 2 + 2 * (sources + targets), n = shape >> 16 & FINISH ? P.ranks : 0;
+  const int* words = P.stream + step[S_AT] - HEADER_WORDS;
+  const u32 room = P.slot_bytes / sizeof(E);
+  // THREADS is a power of two, and so are the threads of an item: whole warps.
+  u32 bits = 31 - leading_zeros(THREADS);
+  const u32 each = words[1] * (u32)sizeof(E) / 8 + 1;
+  ROLLED for (u32 other = 1; bits > WARP_BITS && (1u << (bits - 1)) >= each && other < (u32)items; other *= 2) bits--;
+  ROLLED for (u32 i = THREAD >> bits; i < (u32)items; i += THREADS >> bits) {
+    const int* at = words + i * stride;
+    const u32 elements = at[0], per = at[1];
+    u32 low = per * BLOCK, high = low + per;
+    if (high > elements) high = elements;
+    low += room * round;
+    u32 left = high > low ? high - low : 0;
+    if (left > room) left = room;
+    const u32 thread = THREAD & ((1u << bits) - 1), threads = 1u << bits;
+    quiet_if<E, OP, 1>(P, at + 2, low, left, sources, targets, thread, threads, area, epoch, n, number);
+    quiet_if<E, OP, 2>(P, at + 2, low, left, sources, targets, thread, threads, area, epoch, n, number);
+    quiet_if<E, OP, 3>(P, at + 2, low, left, sources, targets, thread, threads, area, epoch, n, number);
+    quiet_if<E, OP, 4>(P, at + 2, low, left, sources, targets, thread, threads, area, epoch, n, number);
+    quiet_if<E, OP, 5>(P, at + 2, low, left, sources, targets, thread, threads, area, epoch, n, number);
+    quiet_if<E, OP, 6>(P, at + 2, low, left, sources, targets, thread, threads, area, epoch, n, number);
+    quiet_if<E, OP, 7>(P, at + 2, low, left, sources, targets, thread, threads, area, epoch, n, number);
+    quiet_if<E, OP, 8>(P, at + 2, low, left, sources, targets, thread, threads, area, epoch, n, number);
+  }
+}
+// A program before this one may have left slots that others still read: all that was sent so far must have come.
+CALLED void wait_pending(const PacketParams& P) {
+  const u32* state = P.state + BLOCK * STATE_WORDS;
+  const int q = (int)THREAD;
+  if (q < P.ranks && q != P.rank) {
+    const u32* mine = (const u32*)P.memory[P.rank] + BLOCK * MAX_RANKS + q;
+    u64 since = 0;
+    ROLLED for (u32 polls = 1; (int)(ld_acquire(mine) - state[q]) < 0; polls++) {
+      PAUSE();
+      if ((polls & 63u) == 0 && given_up(P.limits, polls, since)) return report(P.limits, q, (u32)-2);
+    }
+  }
+}
+template <class E, int OP> DEV void interpret_packets(const PacketParams& P) {
+  u32* state = P.state + BLOCK * STATE_WORDS + 2 * MAX_RANKS;
+  const u32 began = state[0], pending = state[1];
+  ROLLED for (int round = 0; round < P.rounds; round++) {
+    const u32 epoch = began + round + 1;
+    const u64 area = P.packets_at + BLOCK * P.block_packets + (epoch & 1) * (P.block_packets / 2);
+    if (round ? P.pending : pending) {
+      wait_pending(P);
+      MEET();
+    }
+    ROLLED for (int s = 0; s < P.steps; s++) {
+      const int* step = P.stream + s * STEP_WORDS;
+      random_delay(P.limits, P.rank, s, epoch);
+      if (step[S_SHAPE] >> 16 & SYNC) MEET();
+      quiet_step<E, OP>(P, step, s, round, area, epoch);
+    }
+    if (round + 1 < P.rounds) MEET();
+  }
+  MEET();  // All threads have read what is written now.
+  if (THREAD == 0 && !ld_volatile(P.limits.abort)) state[0] = began + P.rounds, state[1] = P.pending;
+}
+
 #ifndef STRETTO_CPU
+#if STRETTO_SHAPES & 1024
+extern "C" __global__ void __launch_bounds__(512, 1) stretto_run(const __grid_constant__ PacketParams P) {
+  interpret_packets<STRETTO_ELEMENT, STRETTO_OPERATION>(P);
+}
+#else
 extern "C" __global__ void __launch_bounds__(512, 1) stretto_run(const __grid_constant__ Params P) {
   __shared__ Shared sh;
   interpret<STRETTO_ELEMENT, STRETTO_OPERATION>(P, sh);
 }
+#endif
 #endif
