@@ -11,6 +11,7 @@ import faulthandler
 import os
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ from stretto.algorithms import algorithm
 from stretto.algorithms.registry import defined_for
 from stretto.collectives import COLLECTIVES
 from stretto.programs.formats import load_program
+from stretto.programs.fused import fuse
 from stretto.programs.ir import Program
 from stretto.runtime.gpu import GpuCommunicator, GpuProgram
-from stretto.runtime.gpu.encode import ELEMENT_BYTES, REDUCTIONS, chunk_elements
+from stretto.runtime.gpu.compile import compiled
+from stretto.runtime.gpu.encode import ELEMENT_BYTES, REDUCTIONS, chunk_elements, kernel_shapes
 
 MODES: tuple[dict[str, Any], ...] = ({"protocol": "simple"}, {"symmetric": True}, {"protocol": "ll"})
 
@@ -116,11 +119,10 @@ def programs(options: argparse.Namespace, n: int, rng: random.Random) -> list[Pr
     return found
 
 
-def cases(comm: GpuCommunicator, options: argparse.Namespace, rng: random.Random) -> list[Case]:
-    pool = comm.empty(options.pool, torch.uint8)
-    made: list[Case] = []
-    at = 0
-    for program in programs(options, comm.size, rng):
+def drawn_loads(options: argparse.Namespace, n: int, rng: random.Random) -> list[tuple[Program, dict[str, Any]]]:
+    """Every program in every mode, with a type, an operation and a size: what `load` is called with."""
+    made: list[tuple[Program, dict[str, Any]]] = []
+    for program in programs(options, n, rng):
         for mode in MODES:
             dtype = rng.choice(options.dtypes.split(","))
             # A kernel is compiled for each pair: the direct programs have them all.
@@ -128,17 +130,48 @@ def cases(comm: GpuCommunicator, options: argparse.Namespace, rng: random.Random
             dtype = dtype if many else "float32"
             reduce = rng.choice(REDUCTIONS[: 4 if dtype == "bool" else 5]) if many else "sum"
             most = 1 << (15 if mode.get("protocol") == "ll" else 20)
-            unit = comm.size * comm.size * ELEMENT_BYTES[dtype]
+            unit = n * n * ELEMENT_BYTES[dtype]
             nbytes = unit * max(1, int(most ** rng.random()) // unit)
-            try:
-                case = Case.of(comm, pool, at, comm.load(program, dtype=dtype, reduce=reduce, nbytes=nbytes, **mode))
-            except InvalidInput as error:
-                say("left out:", program.name, mode, str(error)[:100])
-                continue
-            made.append(case)
-            at = place_after(made)
-            if at > options.pool - (8 << 20):
-                return made
+            made.append((program, {"dtype": dtype, "reduce": reduce, "nbytes": nbytes, **mode}))
+    return made
+
+
+def compile_together(comm: GpuCommunicator, loads: list[tuple[Program, dict[str, Any]]], delays: bool) -> int:
+    """All kernels, each by one rank in a thread; the others find them in the cache."""
+    kernels = set()
+    for program, load in loads:
+        protocol, symmetric = load.get("protocol", "simple"), bool(load.get("symmetric"))
+        fused = fuse(program, protocol=protocol, symmetric=symmetric)
+        kernels.add((load["dtype"], load["reduce"], kernel_shapes(fused)))
+    capability = torch.cuda.get_device_capability(comm.device)
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // comm.size)) as pool:
+        jobs = [
+            pool.submit(compiled, *kernel, capability, delays=delays)
+            for at, kernel in enumerate(sorted(kernels))
+            if at % comm.size == comm.rank
+        ]
+        for job in jobs:
+            job.result()
+    dist.barrier()
+    return len(kernels)
+
+
+def cases(comm: GpuCommunicator, options: argparse.Namespace, rng: random.Random) -> list[Case]:
+    pool = comm.empty(options.pool, torch.uint8)
+    made: list[Case] = []
+    at = 0
+    loads = drawn_loads(options, comm.size, rng)
+    say(compile_together(comm, loads, options.delays), "kernels for", len(loads), "programs")
+    for program, load in loads:
+        try:
+            case = Case.of(comm, pool, at, comm.load(program, **load))
+        except InvalidInput as error:
+            say("left out:", program.name, load, str(error)[:100])
+            continue
+        made.append(case)
+        at = place_after(made)
+        if at > options.pool - (8 << 20):
+            break
     return made
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Started by torchrun: checks programs on GPU memory, and times them beside PyTorch's symmetric memory.
 
-torchrun --nproc-per-node 4 tests/jobs/gpu_worker.py check|time|graph|lost [--sizes 1024,65536]
+torchrun --nproc-per-node 4 tests/jobs/gpu_worker.py check|time|kinds|programs|launches|graph|lost [--sizes 1024,65536]
 """
 
 from __future__ import annotations
@@ -125,11 +125,13 @@ def time_all_reduce(comm: GpuCommunicator, sizes: list[int]) -> None:
     for nbytes in sizes:
         rows = []
         cases: list[tuple[str, Program, dict[str, Any]]] = []
-        if nbytes <= 65536:
-            cases += [(f"ll1 b{b}", one, {"protocol": "ll", "max_blocks": b}) for b in (4, 16)]
-        if 16384 <= nbytes <= 1 << 18:
-            cases += [(f"ll2 b{b}", two, {"protocol": "ll", "max_blocks": b}) for b in (16, 32)]
-        cases += [(f"sym2 b{b}", two, {"symmetric": True, "in_place": True, "max_blocks": b}) for b in (16, 32)]
+        if nbytes <= 1 << 17:
+            cases += [(f"ll1 b{b}", one, {"protocol": "ll", "max_blocks": b}) for b in (1, 4, 8, 16)]
+        if 16384 <= nbytes <= 1 << 19:
+            cases += [(f"ll2 b{b}", two, {"protocol": "ll", "max_blocks": b}) for b in (8, 16, 32)]
+        cases += [(f"sym2 b{b}", two, {"symmetric": True, "in_place": True, "max_blocks": b}) for b in (8, 16, 32)]
+        if nbytes <= 1 << 18:
+            cases += [(f"sym1 b{b}", one, {"symmetric": True, "max_blocks": b}) for b in (8, 16)]
         if nbytes >= 1 << 20:
             cases += [("staged", two, {"protocol": "simple"})]
         for label, program, options in cases:
@@ -138,7 +140,7 @@ def time_all_reduce(comm: GpuCommunicator, sizes: list[int]) -> None:
             y = x if options.get("in_place") else y
             x.zero_()
             took = median_us(partial(comm.launch, loaded, x, y), 100 if nbytes <= 1 << 20 else 8)
-            rows.append(f"{label}({loaded.encoded.blocks},{loaded.encoded.rounds}) {took:.2f}")
+            rows.append(f"{label}({loaded.encoded.blocks},{loaded.encoded.threads}) {took:.2f}")
         t = sm.empty(nbytes // 4, dtype=torch.float32, device=comm.device)
         t.zero_()
         sm.rendezvous(t, name)
@@ -223,6 +225,28 @@ def time_programs(comm: GpuCommunicator, sizes: list[int]) -> None:
             say("price", kind, name, dict(zip(sizes, row, strict=True)))
 
 
+def time_launches(comm: GpuCommunicator, sizes: list[int]) -> None:
+    """What a launch costs by itself: programs of no rounds, for packets alone and with signals."""
+    for nbytes in sizes:
+        row = []
+        for protocol in ("ll", "simple"):
+            program = algorithm("direct", "all_reduce", comm.size)
+            loaded = comm.load(program, dtype="float32", nbytes=nbytes, protocol=protocol)
+            took = median_us(partial(launch_nothing, loaded), 100)
+            row.append(f"{protocol}({loaded.encoded.blocks},{loaded.encoded.threads}) {took:.2f}")
+        say("launch", nbytes, " | ".join(row))
+
+
+def launch_nothing(loaded: GpuProgram) -> None:
+    params, e = type(loaded.params).from_buffer_copy(loaded.params), loaded.encoded
+    if isinstance(params, GpuParams):
+        params.header[2] = 0
+    else:
+        params.rounds = 0
+    stream = torch.cuda.current_stream().cuda_stream
+    loaded.kernel.launch(params, blocks=e.blocks, threads=e.threads, stream=stream)
+
+
 def check_graph(comm: GpuCommunicator) -> None:
     """Calls on two streams in one CUDA graph, replayed with other inputs."""
     runs: list[tuple[str, GpuProgram, torch.Tensor, torch.Tensor]] = []
@@ -271,7 +295,7 @@ def check_lost(comm: GpuCommunicator) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("check", "time", "kinds", "programs", "graph", "lost"))
+    parser.add_argument("what", choices=("check", "time", "kinds", "programs", "launches", "graph", "lost"))
     parser.add_argument("--sizes", default="1024,16384,65536,1048576,16777216,67108864")
     parser.add_argument("--vectors", type=int, default=encode.BLOCK_VECTORS)
     parser.add_argument("--define", default="", help="names that are defined when the kernel is compiled")
@@ -291,7 +315,7 @@ def main() -> None:
     comm = GpuCommunicator(dist.group.WORLD, limit_s=2 if options.what == "lost" else 10)
     say("made in", round(time.time() - start, 2), "s;", comm.held_bytes, "bytes,", comm.max_blocks, "blocks")
     try:
-        timed = {"time": time_all_reduce, "kinds": time_kinds, "programs": time_programs}
+        timed = {"time": time_all_reduce, "kinds": time_kinds, "programs": time_programs, "launches": time_launches}
         if options.what in timed:
             timed[options.what](comm, [int(s) for s in options.sizes.split(",")])
         else:

@@ -172,7 +172,7 @@ def encode(
 
 
 def is_quiet(fused: Fused) -> bool:
-    """Whether ranks meet by packets alone, keep nothing in slots, and every stream is so short that it comes with the launch.
+    """Whether ranks meet by packets alone, keep nothing in slots, and have streams that are short enough for a launch.
 
     >>> from stretto.algorithms import algorithm
     >>> from stretto.programs.fused import fuse
