@@ -176,12 +176,12 @@ void schedule(const std::vector<GpuLaunch>& launches, u64 most) {
 
 PacketParams packet_params(const Params& p, int rank, int ranks) {
   PacketParams q{};
-  if (ranks > QUIET_RANKS || p.words > HEADER_WORDS + QUIET_WORDS) throw std::invalid_argument("too much for a launch");
+  if (ranks > QUIET_RANKS || p.words > INLINE_WORDS) throw std::invalid_argument("too much for a launch");
   q.limits = p.limits, q.state = p.state, q.input = p.input[rank], q.output = p.output[rank];
   for (int r = 0; r < ranks; r++) q.memory[r] = p.memory[r];
   q.packets_at = p.packets_at, q.block_packets = p.block_packets, q.slot_bytes = p.slot_bytes, q.packet_bytes = p.packet_bytes;
   q.rank = rank, q.ranks = ranks, q.rounds = p.header[H_ROUNDS], q.steps = p.header[H_STEPS], q.pending = p.header[H_PENDING];
-  std::memcpy(q.stream, p.stream + HEADER_WORDS, (p.words - HEADER_WORDS) * sizeof(int));
+  std::memcpy(q.stream, p.stream, p.words * sizeof(int));
   return q;
 }
 
@@ -206,7 +206,7 @@ void run(const GpuMemory& m, const std::vector<GpuLaunch>& launches, u64 seed, u
       p.slots_at = m.slots_at, p.packets_at = m.packets_at;
       p.block_slots = m.block_slots, p.block_packets = m.block_packets;
       p.slot_bytes = l.slot_bytes, p.packet_bytes = l.packet_bytes;
-      std::memcpy(p.header, (const int*)l.headers[r], sizeof p.header);
+      std::memcpy(p.header, (const int*)l.headers[r], sizeof p.header + sizeof p.heard);
       if (p.header[H_USES_SLOTS] & 4) row[r].packets = packet_params(p, r, ranks);
       if (!l.shared) for (int q = 0; q < ranks; q++) if (q != r) p.input[q] = p.output[q] = 0;
     }

@@ -131,7 +131,7 @@ def test_the_host_and_the_kernel_agree_on_their_words() -> None:
     for name, params in (("Limits", GpuLimits), ("Params", GpuParams), ("PacketParams", PacketParams)):
         begin = text.index(f"struct {name} {{")
         words = re.sub("//.*", "", text[begin : text.index("};", begin)])
-        assert [field[0] for field in params._fields_] == re.findall(r"(\w+)(?:\[\w+\])?[;,]", words)
+        assert [field[0] for field in params._fields_] == re.findall(r"(\w+)(?:\[[^]]+\])?[;,]", words)
     assert set(ELEMENTS) == set(ELEMENT_BYTES)
     assert "enum { SUM, PROD, MIN, MAX, AVG };" in text and REDUCTIONS == ("sum", "prod", "min", "max", "avg")
     with pytest.raises(InvalidInput, match="dtype"):

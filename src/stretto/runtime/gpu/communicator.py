@@ -20,6 +20,8 @@ from .encode import (
     ELEMENT_BYTES,
     H_PENDING,
     H_STEPS,
+    HEADER_WORDS,
+    INLINE_WORDS,
     MAX_RANKS,
     STATE_WORDS,
     EncodedProgram,
@@ -237,13 +239,15 @@ class GpuCommunicator:
                 **both, rank=self.rank, ranks=self.size, rounds=encoded.rounds, steps=header[H_STEPS],
                 pending=header[H_PENDING],
             )  # fmt: skip
-            p.stream[: len(stream) - MAX_RANKS] = stream[MAX_RANKS:]
+            p.stream[: len(stream)] = stream
         else:
             p = GpuParams(
                 **both, stream=words.data_ptr(), slots_at=self._slots_at, block_slots=self._block_slots,
                 words=words.numel(),
             )  # fmt: skip
-            p.header[:] = header
+            p.header[:], p.heard[:] = header[:HEADER_WORDS], header[HEADER_WORDS:]
+            if len(stream) <= INLINE_WORDS:
+                p.inlined[: len(stream)] = stream
         for rank, pointer in enumerate(self._symmetric.pointers(self._buffer)):
             p.memory[rank] = pointer
         return p

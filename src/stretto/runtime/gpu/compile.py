@@ -13,7 +13,7 @@ from typing import Any
 
 from ...errors import InvalidInput, StrettoError, unknown
 from ...synthesis.cache import directory
-from .encode import ELEMENT_BYTES, HEADER_WORDS, MAX_RANKS, QUIET_RANKS, QUIET_WORDS, REDUCTIONS
+from .encode import ELEMENT_BYTES, HEADER_WORDS, INLINE_WORDS, MAX_RANKS, QUIET_RANKS, REDUCTIONS
 
 SOURCE = Path(__file__).with_name("kernel.cu")
 ELEMENTS = {
@@ -40,7 +40,8 @@ class GpuParams(ctypes.Structure):
         ("output", ctypes.c_uint64 * MAX_RANKS), ("slots_at", ctypes.c_uint64), ("packets_at", ctypes.c_uint64),
         ("block_slots", ctypes.c_uint64), ("block_packets", ctypes.c_uint64), ("slot_bytes", ctypes.c_uint32),
         ("packet_bytes", ctypes.c_uint32), ("words", ctypes.c_uint32), ("unused", ctypes.c_uint32),
-        ("header", ctypes.c_int32 * HEADER_WORDS),
+        ("header", ctypes.c_int32 * HEADER_WORDS), ("heard", ctypes.c_int32 * MAX_RANKS),
+        ("inlined", ctypes.c_int32 * INLINE_WORDS),
     ]  # fmt: skip
 
 
@@ -52,7 +53,7 @@ class PacketParams(ctypes.Structure):
         ("input", ctypes.c_uint64), ("output", ctypes.c_uint64), ("packets_at", ctypes.c_uint64),
         ("block_packets", ctypes.c_uint64), ("slot_bytes", ctypes.c_uint32), ("packet_bytes", ctypes.c_uint32),
         ("rank", ctypes.c_int32), ("ranks", ctypes.c_int32), ("rounds", ctypes.c_int32), ("steps", ctypes.c_int32),
-        ("pending", ctypes.c_int32), ("unused", ctypes.c_int32), ("stream", ctypes.c_int32 * QUIET_WORDS),
+        ("pending", ctypes.c_int32), ("unused", ctypes.c_int32), ("stream", ctypes.c_int32 * INLINE_WORDS),
     ]  # fmt: skip
 
 

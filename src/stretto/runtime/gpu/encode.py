@@ -18,8 +18,8 @@ H_STEPS, H_PENDING = 3, 5
 """Words of a header, as in the kernel."""
 VECTOR_BYTES = 16
 THREADS, LEAST_THREADS = 512, 64
-QUIET_RANKS, QUIET_WORDS = 8, 192
-"""What comes with the launch of a program of packets alone (`is_quiet`): as in the kernel."""
+QUIET_RANKS, INLINE_WORDS = 8, 192
+"""The ranks of programs of packets alone (`is_quiet`), and the words of a stream that comes with the launch."""
 BLOCK_VECTORS = 128
 """What a block moves at least, before another one is taken: vectors, or packets."""
 PIPELINE_BYTES = 128 << 10
@@ -37,7 +37,7 @@ class EncodedProgram:
     """The words of every rank's stream, and how its blocks share memory."""
 
     headers: tuple[NDArray[np.int32], ...]
-    """What comes with the launch: the rank, the rounds, and masks of ranks."""
+    """What comes with the launch: the rank, the rounds, masks of ranks, and the signals of each rank in a round."""
     streams: tuple[NDArray[np.int32], ...]
     blocks: int
     threads: int
@@ -48,7 +48,7 @@ class EncodedProgram:
     """The elements of each rank's input."""
     outputs: tuple[int, ...]
     quiet: bool
-    """Whether the streams come with the launch: see `is_quiet`."""
+    """Whether ranks meet by packets alone: see `is_quiet`."""
 
 
 def chunk_elements(collective: Collective, count: int, lane: int) -> NDArray[np.int64]:
@@ -172,7 +172,7 @@ def encode(
 
 
 def is_quiet(fused: Fused) -> bool:
-    """Whether ranks meet by packets alone, keep nothing in slots, and have streams that are short enough for a launch.
+    """Whether few ranks meet by packets alone, keep nothing in slots, and have streams that come with the launch.
 
     >>> from stretto.algorithms import algorithm
     >>> from stretto.programs.fused import fuse
@@ -181,28 +181,37 @@ def is_quiet(fused: Fused) -> bool:
     """
     if fused.protocol != "ll" or fused.slots or fused.collective.num_ranks > QUIET_RANKS or any(fused.starts):
         return False
-    for stream in fused.steps:
-        words = 0
-        for step in stream:
-            sources, targets = len(step.items[0].sources), len(step.items[0].targets)
-            if step.waits or step.signals or sources > QUIET_RANKS:
-                return False
-            words += STEP_WORDS + len(step.items) * (2 + 2 * (sources + targets))
-        if words > QUIET_WORDS:
-            return False
-    return True
+    steps = [step for stream in fused.steps for step in stream]
+    if any(step.waits or step.signals or len(step.items[0].sources) > QUIET_RANKS for step in steps):
+        return False
+    return stream_words(fused) <= INLINE_WORDS
+
+
+def stream_words(fused: Fused) -> int:
+    """How long the longest stream of any rank is."""
+    return max(
+        sum(
+            STEP_WORDS
+            + len(step.items) * (2 + 2 * (len(step.items[0].sources) + len(step.items[0].targets)))
+            + 2 * len(step.waits)
+            for step in stream
+        )
+        for stream in fused.steps
+    )
 
 
 def kernel_shapes(fused: Fused) -> int:
-    """What the kernel of a program must know, as in STRETTO_SHAPES: numbers of sources, packets, packets alone.
+    """What the kernel of a program must know, as in STRETTO_SHAPES: numbers of sources, packets, a short stream.
 
     >>> from stretto.algorithms import algorithm
     >>> from stretto.programs.fused import fuse
     >>> hex(kernel_shapes(fuse(algorithm("direct", "all_reduce", 4))))
-    '0x9'
+    '0x809'
     """
     counts = {len(step.items[0].sources) for stream in fused.steps for step in stream}
-    return sum({1 << (min(count, 9) - 1) for count in counts}) | (fused.protocol == "ll") << 9 | is_quiet(fused) << 10
+    shapes = sum({1 << (min(count, 9) - 1) for count in counts})
+    quiet, short = is_quiet(fused), stream_words(fused) <= INLINE_WORDS
+    return shapes | (fused.protocol == "ll") << 9 | quiet << 10 | (short and not quiet) << 11
 
 
 def _mask(ranks: tuple[int, ...] | list[int]) -> int:
@@ -217,7 +226,9 @@ def _header(f: Fused, r: int, rounds: int) -> NDArray[np.int32]:
         r, n, rounds, len(f.steps[r]), uses, not f.hears_all, _mask(f.ready[r]),
         _mask([q for q in range(n) if r in f.ready[q]]), _mask(f.starts[r]), _mask(f.done[r]), _mask(f.ready[r]),
     ]  # fmt: skip
-    return np.array(words + [0] * (HEADER_WORDS - len(words)), np.int64).astype(np.int32)
+    heard = [sum(r in step.signals for step in f.steps[q]) + (r in f.starts[q]) for q in range(n)]
+    words += [0] * (HEADER_WORDS - len(words)) + heard + [0] * (MAX_RANKS - n)
+    return np.array(words, np.int64).astype(np.int32)
 
 
 def _stream(
@@ -227,10 +238,8 @@ def _stream(
     spans: NDArray[np.int64],
     places: list[list[NDArray[np.int64]]],
 ) -> NDArray[np.int32]:
-    n = f.collective.num_ranks
-    heard = [sum(r in step.signals for step in f.steps[q]) + (r in f.starts[q]) for q in range(n)]
     words: list[int] = []
-    at = MAX_RANKS + STEP_WORDS * len(f.steps[r])
+    at = STEP_WORDS * len(f.steps[r])
     table: list[int] = []
     for step in f.steps[r]:
         waits = [number for wait in step.waits for number in wait]
@@ -240,7 +249,7 @@ def _stream(
         begin = at + len(words)
         table += [shape, len(step.items), begin, _mask(step.signals), len(step.waits), begin + len(items)]
         words += items + waits
-    return np.array([*heard, *[0] * (MAX_RANKS - n), *table, *words], np.int64).astype(np.int32)
+    return np.array([*table, *words], np.int64).astype(np.int32)
 
 
 def _items(

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The interpreter of fused steps (stretto.programs.fused). NVRTC compiles it for a GPU, with STRETTO_ELEMENT,
 // STRETTO_OPERATION and STRETTO_SHAPES: bit N-1 for steps of N sources (bit 8: more than eight), bit 9 for packets, bit 10
-// for programs of packets alone whose stream comes with the launch (`interpret_packets`). What a program does not need is
-// left out: small code, and no registers that spill, are what makes small calls fast.
+// for programs of packets alone (`interpret_packets`), bit 11 where the stream comes with the launch. What a program does
+// not need is left out: small code, and no registers that spill, are what makes small calls fast.
 // g++ compiles the same text for tests (native/gpu_streams.cpp), where every thread is a fiber.
 // Block b of a rank runs its rank's whole stream on slice b of every chunk and only meets block b of other ranks.
 #ifndef STRETTO_CPU
@@ -67,8 +67,8 @@ DEV u32 leading_zeros(u32 v) { return __clz((int)v); }
 
 enum { IN, OUT, SLOT, PACKET, SPACES };
 enum { SUM, PROD, MIN, MAX, AVG };
-enum { MAX_RANKS = 32, STATE_WORDS = 96, STREAM_WORDS = 3072, STEP_WORDS = 6, HEADER_WORDS = 32, PACKETS = 1 << 9, QUIET = 1 << 10 };
-enum { EVERYTHING = STRETTO_SHAPES == 0x7ff, PLAIN = !(STRETTO_SHAPES & PACKETS) || EVERYTHING, QUIET_RANKS = 8, QUIET_WORDS = 192 };
+enum { MAX_RANKS = 32, STATE_WORDS = 96, STREAM_WORDS = 3072, STEP_WORDS = 6, PACKETS = 1 << 9, QUIET = 1 << 10, INLINED = 1 << 11 };
+enum { EVERYTHING = STRETTO_SHAPES == 0x7ff, PLAIN = !(STRETTO_SHAPES & PACKETS) || EVERYTHING, QUIET_RANKS = 8, INLINE_WORDS = 192 };
 enum { H_RANK, H_RANKS, H_ROUNDS, H_STEPS, H_USES_SLOTS, H_PENDING, H_READY, H_TELL_READY, H_STARTS, H_DONE, H_TELL_DONE };
 enum { S_SHAPE, S_ITEMS, S_AT, S_SIGNALS, S_WAITS, S_WAITS_AT };
 enum { SYNC = 1, FINISH = 2 };
@@ -95,6 +95,8 @@ struct Params {
   u32 words;
   u32 unused;
   int header[16];
+  int heard[MAX_RANKS];                  // how many signals of each rank a round brings
+  int inlined[STRETTO_SHAPES & INLINED ? INLINE_WORDS : 1];  // the stream, where it is short
 };
 
 // The same for `interpret_packets`: little, since what comes with a launch takes time as well.
@@ -106,14 +108,14 @@ struct PacketParams {
   u64 packets_at, block_packets;
   u32 slot_bytes, packet_bytes;
   int rank, ranks, rounds, steps, pending, unused;
-  int stream[QUIET_WORDS];
+  int stream[INLINE_WORDS];
 };
 
 struct Shared {
   u64 base[SPACES][MAX_RANKS];
   u32 heard[MAX_RANKS], sent[MAX_RANKS];
   u32 dead;
-  int stream[STREAM_WORDS];
+  int stream[STRETTO_SHAPES & INLINED ? 1 : STREAM_WORDS];
 };
 
 // ---- elements: how many fit, and how they are added up (halves as float) ----
@@ -193,7 +195,7 @@ DEV void wait_for(const Params& P, Shared& sh, int rank, int peer, u32 number, i
   u32 target = sh.heard[peer] + number;
   u32* mine = flag(P, rank, peer);
   u64 since = 0;
-  for (u32 polls = 1; (int)(ld_acquire(mine) - target) < 0; polls++) {
+  ROLLED for (u32 polls = 1; (int)(ld_acquire(mine) - target) < 0; polls++) {
     PAUSE();
     if ((polls & 63u) == 0 && given_up(P.limits, polls, since)) {
       sh.dead = 1;
@@ -203,17 +205,17 @@ DEV void wait_for(const Params& P, Shared& sh, int rank, int peer, u32 number, i
 }
 // Called by all threads, after a meeting: each peer in the mask gets one signal.
 DEV void tell(const Params& P, Shared& sh, int rank, u32 mask) {
-  for (u32 q = THREAD; q < MAX_RANKS; q += THREADS)
+  ROLLED for (u32 q = THREAD; q < MAX_RANKS; q += THREADS)
     if (mask >> q & 1) st_release(flag(P, q, rank), ++sh.sent[q]);
 }
 // The same before the kernel has written anything: what other kernels wrote is visible since they ended.
 DEV void tell_ready(const Params& P, Shared& sh, int rank, u32 mask) {
-  for (u32 q = THREAD; q < MAX_RANKS; q += THREADS)
+  ROLLED for (u32 q = THREAD; q < MAX_RANKS; q += THREADS)
     if (mask >> q & 1) st_relaxed(flag(P, q, rank), ++sh.sent[q]);
 }
 // Waits for one more signal of each peer in the mask (or, with `number` 0, for all that were sent so far).
 DEV void hear_all(const Params& P, Shared& sh, int rank, u32 mask, u32 number, int step) {
-  for (u32 q = THREAD; q < MAX_RANKS; q += THREADS)
+  ROLLED for (u32 q = THREAD; q < MAX_RANKS; q += THREADS)
     if (mask >> q & 1) {
       wait_for(P, sh, rank, q, number, step);
       sh.heard[q] += number;
@@ -256,7 +258,7 @@ DEV void vectors(const Params& P, const Shared& sh, const Item& item, char* cons
       v[u][0] = end_sum<E, OP, 16>(sum, n);
     }
   }
-  for (int t = 0; t < targets; t++) {
+  ROLLED for (int t = 0; t < targets; t++) {
     uint4* to = (uint4*)address<E>(P, sh, item, N + t) + first;
     UNROLL for (int u = 0; u < U; u++)
       if (!MASKED || first + u * stride < count) st_vector(to + u * stride, *(uint4*)v[u][0].w);
@@ -265,35 +267,35 @@ DEV void vectors(const Params& P, const Shared& sh, const Item& item, char* cons
 // Any number of sources: one vector at a time.
 template <class E, int OP>
 CALLED void long_item(const Params& P, const Shared& sh, Item item, int sources, int targets, u32 thread, u32 threads, u32 count, int n) {
-  for (u32 i = thread; i < count; i += threads) {
+  ROLLED for (u32 i = thread; i < count; i += threads) {
   typename Element<E>::W sum[Pack<E, 16>::COUNT];
   Pack<E, 16> v;
-  for (int s = 0; s < sources; s++) {
+  ROLLED for (int s = 0; s < sources; s++) {
     *(uint4*)v.w = ld_vector((const uint4*)address<E>(P, sh, item, s) + i);
     if (s) add_to<E, OP, 16>(sum, v);
     else begin_sum<E, OP, 16>(sum, v);
   }
   v = end_sum<E, OP, 16>(sum, n);
-  for (int t = 0; t < targets; t++) st_vector((uint4*)address<E>(P, sh, item, sources + t) + i, *(uint4*)v.w);
+  ROLLED for (int t = 0; t < targets; t++) st_vector((uint4*)address<E>(P, sh, item, sources + t) + i, *(uint4*)v.w);
   }
 }
 // Any alignment: element by element.
 template <class E, int OP>
 CALLED void scalars(const Params& P, const Shared& sh, Item item, int sources, int targets, u32 low, u32 thread, u32 threads, int n) {
-  for (u32 i = low + thread; i < item.count; i += threads) {
+  ROLLED for (u32 i = low + thread; i < item.count; i += threads) {
     E value = ((const E*)address<E>(P, sh, item, 0))[i];
     if (sources > 1) {
       typename Element<E>::W sum = Element<E>::widen(value);
-      for (int s = 1; s < sources; s++) sum = combine<OP>(sum, Element<E>::widen(((const E*)address<E>(P, sh, item, s))[i]));
+      ROLLED for (int s = 1; s < sources; s++) sum = combine<OP>(sum, Element<E>::widen(((const E*)address<E>(P, sh, item, s))[i]));
       value = Element<E>::narrow(OP == AVG && n ? (typename Element<E>::W)(sum / (typename Element<E>::W)n) : sum);
     }
-    for (int t = 0; t < targets; t++) ((E*)address<E>(P, sh, item, sources + t))[i] = value;
+    ROLLED for (int t = 0; t < targets; t++) ((E*)address<E>(P, sh, item, sources + t))[i] = value;
   }
 }
 // How many whole vectors an item has, where all its operands are aligned.
 template <class E> DEV u32 whole_vectors(const Params& P, const Shared& sh, const Item& item, int operands) {
   u64 bits = 0;
-  for (int o = 0; o < operands; o++) bits |= (u64)address<E>(P, sh, item, o);
+  ROLLED for (int o = 0; o < operands; o++) bits |= (u64)address<E>(P, sh, item, o);
   return bits & 15 ? 0 : item.count / (16 / sizeof(E));
 }
 template <class E, int OP, int N>
@@ -302,7 +304,7 @@ DEV void plain_item(const Params& P, const Shared& sh, const Item& item, int tar
   char* from[N];
   UNROLL for (int s = 0; s < N; s++) from[s] = address<E>(P, sh, item, s);
   u32 i = thread;
-  for (; i + (U - 1) * threads < count; i += U * threads) vectors<E, OP, N, U, false>(P, sh, item, from, targets, i, threads, count, n);
+  ROLLED for (; i + (U - 1) * threads < count; i += U * threads) vectors<E, OP, N, U, false>(P, sh, item, from, targets, i, threads, count, n);
   if (i < count) vectors<E, OP, N, U, true>(P, sh, item, from, targets, i, threads, count, n);
 }
 template <class E, int OP, int N>
@@ -334,7 +336,7 @@ DEV bool by_packet(const Item& item, int operand) { return (item.at[2 * operand]
 template <class E> DEV uint4 poll(const Params& P, Shared& sh, const Item& item, int operand, u32 i, uint4 q, u32 epoch, int step) {
   const uint4* from = (const uint4*)address<E>(P, sh, item, operand) + i;
   u64 since = 0;
-  for (u32 polls = 1; q.y != epoch || q.w != epoch; polls++) {
+  ROLLED for (u32 polls = 1; q.y != epoch || q.w != epoch; polls++) {
     PAUSE();
     if ((polls & 63u) == 0 && given_up(P.limits, polls, since)) {
       sh.dead = 1;
@@ -351,11 +353,11 @@ DEV void packet_item(const Params& P, Shared& sh, const Item& item, int sources,
   enum { MOST = N ? N : 8 };
   long long bytes = (long long)item.count * sizeof(E);
   u32 count = bytes ? (u32)((bytes + 7) / 8) : 1;  // An empty slice is one packet too: whoever reads it has heard of us.
-  for (u32 i = thread; i < count; i += threads) {
+  ROLLED for (u32 i = thread; i < count; i += threads) {
     long long left = bytes - 8ll * i;
     typename Element<E>::W sum[Pack<E, 8>::COUNT];
     Pack<E, 8> v;
-    for (int first = 0; first < (N ? 1 : sources); first += MOST) {
+    ROLLED for (int first = 0; first < (N ? 1 : sources); first += MOST) {
       uint4 q[MOST];
       UNROLL for (int k = 0; k < MOST; k++) {
         if (!N && first + k >= sources) continue;
@@ -378,7 +380,7 @@ DEV void packet_item(const Params& P, Shared& sh, const Item& item, int sources,
     }
     if (N != 1) v = end_sum<E, OP, 8>(sum, n);
     uint4 packet = {v.w[0], epoch, v.w[1], epoch};
-    for (int t = sources; t < sources + targets; t++) {
+    ROLLED for (int t = sources; t < sources + targets; t++) {
       char* to = address<E>(P, sh, item, t);
       if (by_packet(item, t)) st_packet((uint4*)to + i, packet);
       else store8<E>(to + 8ll * i, v, left);
@@ -398,9 +400,9 @@ DEV void run_step(const Params& P, Shared& sh, const int* stream, const int* ste
   const int* words = stream + step[S_AT];
   // Small items share the block: as few threads each as have work, but whole warps.
   u32 threads = THREADS, each = item_of<E>(P, words, round).count * (u32)sizeof(E) / (packets ? 8 : 16) + 1;
-  while (threads > 32 && threads / 2 >= each && (int)(THREADS / threads) < items) threads /= 2;
+  ROLLED while (threads > 32 && threads / 2 >= each && (int)(THREADS / threads) < items) threads /= 2;
   const u32 thread = THREAD % threads;
-  for (int i = THREAD / threads; i < items; i += THREADS / threads) {
+  ROLLED for (int i = THREAD / threads; i < items; i += THREADS / threads) {
     Item item = item_of<E>(P, words + i * stride, round);
     if ((STRETTO_SHAPES & PACKETS) && packets) {
       packet_if<E, OP, 0>(P, sh, item, sources, targets, thread, threads, epoch, n, number);
@@ -430,7 +432,7 @@ DEV void run_step(const Params& P, Shared& sh, const int* stream, const int* ste
 }
 
 DEV void set_bases(const Params& P, Shared& sh, u32 epoch) {
-  for (u32 q = THREAD; q < MAX_RANKS; q += THREADS) {
+  ROLLED for (u32 q = THREAD; q < MAX_RANKS; q += THREADS) {
     sh.base[SLOT][q] = P.memory[q] + P.slots_at + BLOCK * P.block_slots + (epoch & 1) * (P.block_slots / 2);
     sh.base[PACKET][q] = P.memory[q] + P.packets_at + BLOCK * P.block_packets + (epoch & 1) * (P.block_packets / 2);
   }
@@ -448,12 +450,12 @@ template <class E, int OP> DEV bool run_round(const Params& P, Shared& sh, const
   const int rank = P.header[H_RANK], steps = P.header[H_STEPS];
   const bool packets = (STRETTO_SHAPES & PACKETS) && (P.header[H_USES_SLOTS] & 2);
   if (P.header[H_STARTS]) tell(P, sh, rank, P.header[H_STARTS]);
-  for (int s = 0; s < steps; s++) {
-    const int* step = stream + HEADER_WORDS + s * STEP_WORDS;
+  ROLLED for (int s = 0; s < steps; s++) {
+    const int* step = stream + s * STEP_WORDS;
     random_delay(P.limits, rank, s, epoch);
     if (step[S_WAITS]) {
       const int* waits = stream + step[S_WAITS_AT];
-      for (int k = THREAD; k < step[S_WAITS]; k += THREADS) wait_for(P, sh, rank, waits[2 * k], waits[2 * k + 1], s);
+      ROLLED for (int k = THREAD; k < step[S_WAITS]; k += THREADS) wait_for(P, sh, rank, waits[2 * k], waits[2 * k + 1], s);
       MEET();
       if (sh.dead) return false;
     } else if (step[S_SHAPE] >> 16 & SYNC) {
@@ -465,31 +467,31 @@ template <class E, int OP> DEV bool run_round(const Params& P, Shared& sh, const
       tell(P, sh, rank, step[S_SIGNALS]);
     }
   }
-  for (u32 q = THREAD; q < MAX_RANKS; q += THREADS) sh.heard[q] += stream[q];
+  ROLLED for (u32 q = THREAD; q < MAX_RANKS; q += THREADS) sh.heard[q] += P.heard[q];
   return true;
 }
 
 template <class E, int OP> DEV void interpret(const Params& P, Shared& sh) {
   const int rank = P.header[H_RANK], rounds = P.header[H_ROUNDS], uses = P.header[H_USES_SLOTS];
   u32* state = P.state + BLOCK * STATE_WORDS;
-  const bool fits = P.words <= STREAM_WORDS;
+  const bool inlined = STRETTO_SHAPES & INLINED, fits = !inlined && P.words <= STREAM_WORDS;
   // These loads are under way together, before the first of them is used.
   const int word = fits && THREAD < P.words ? P.stream[THREAD] : 0;
   const u32 began = state[2 * MAX_RANKS];
   u32 pending = state[2 * MAX_RANKS + 1];
   if (THREAD == 0) sh.dead = 0;
-  for (u32 q = THREAD; q < MAX_RANKS; q += THREADS) sh.heard[q] = state[q], sh.sent[q] = state[MAX_RANKS + q];
+  ROLLED for (u32 q = THREAD; q < MAX_RANKS; q += THREADS) sh.heard[q] = state[q], sh.sent[q] = state[MAX_RANKS + q];
   tell_ready(P, sh, rank, P.header[H_TELL_READY]);  // A thread that cares for a peer does so throughout: no meeting.
   if (fits && THREAD < P.words) sh.stream[THREAD] = word;
-  for (u32 i = THREAD + THREADS; fits && i < P.words; i += THREADS) sh.stream[i] = P.stream[i];
-  for (u32 q = THREAD; q < MAX_RANKS; q += THREADS) sh.base[IN][q] = P.input[q], sh.base[OUT][q] = P.output[q];
+  ROLLED for (u32 i = THREAD + THREADS; fits && i < P.words; i += THREADS) sh.stream[i] = P.stream[i];
+  ROLLED for (u32 q = THREAD; q < MAX_RANKS; q += THREADS) sh.base[IN][q] = P.input[q], sh.base[OUT][q] = P.output[q];
   set_bases(P, sh, began + 1);
   hear_all(P, sh, rank, P.header[H_READY], 1, -1);
   MEET();
-  const int* stream = fits ? sh.stream : P.stream;
+  const int* stream = STRETTO_SHAPES & INLINED ? P.inlined : fits ? sh.stream : P.stream;
   const int ranks = P.header[H_RANKS];
   const u32 all = (ranks == 32 ? ~0u : (1u << ranks) - 1) & ~(1u << rank);
-  for (int round = 0; round < rounds; round++) {
+  ROLLED for (int round = 0; round < rounds; round++) {
     if (round) {
       MEET();
       if (sh.dead) return;
@@ -509,7 +511,7 @@ template <class E, int OP> DEV void interpret(const Params& P, Shared& sh) {
     tell(P, sh, rank, P.header[H_TELL_DONE]);
     hear_all(P, sh, rank, P.header[H_DONE], 1, -3);
   }
-  for (u32 q = THREAD; q < MAX_RANKS; q += THREADS) state[q] = sh.heard[q], state[MAX_RANKS + q] = sh.sent[q];
+  ROLLED for (u32 q = THREAD; q < MAX_RANKS; q += THREADS) state[q] = sh.heard[q], state[MAX_RANKS + q] = sh.sent[q];
   if (THREAD == 0 && uses) state[2 * MAX_RANKS] = began + rounds, state[2 * MAX_RANKS + 1] = pending;
 }
 
@@ -592,7 +594,7 @@ DEV void quiet_if(const PacketParams& P, const int* at, u32 low, u32 elements, i
 template <class E, int OP> DEV void quiet_step(const PacketParams& P, const int* step, int number, int round, u64 area, u32 epoch) {
   const int shape = step[S_SHAPE], sources = shape & 255, targets = shape >> 8 & 255, items = step[S_ITEMS];
   const int stride = 2 + 2 * (sources + targets), n = shape >> 16 & FINISH ? P.ranks : 0;
-  const int* words = P.stream + step[S_AT] - HEADER_WORDS;
+  const int* words = P.stream + step[S_AT];
   const u32 room = P.slot_bytes / sizeof(E);
   // THREADS is a power of two, and so are the threads of an item: whole warps.
   u32 bits = 31 - leading_zeros(THREADS);
