@@ -33,8 +33,8 @@ from .symmetric import SymmetricMemory
 SLOT_BYTES = 64 << 20
 PACKET_BYTES = 8 << 20
 MAX_BLOCKS = 32
-LL_BYTES = 128 << 10
-"""Up to here `load` takes packets by itself."""
+LL_BYTES = 2 << 20
+"""Divided by the ranks: up to here `load` takes packets by itself for tensors that are not."""
 BLOCKS_PER_SM = 1
 """Of 512 threads with 128 registers: what the kernel is compiled for."""
 FLAG_BYTES = 4 * MAX_RANKS
@@ -194,7 +194,7 @@ class GpuCommunicator:
         if rest:
             raise InvalidInput(f"nbytes: {nbytes} is no whole number of {dtype}")
         if protocol == "auto":
-            protocol = "ll" if nbytes <= LL_BYTES and not symmetric else "simple"
+            protocol = "ll" if nbytes * self.size <= LL_BYTES and not symmetric else "simple"
         fused = fuse(program, protocol=protocol, symmetric=symmetric, in_place=in_place)
         encoded = encode(
             fused, count=count, element=ELEMENT_BYTES[dtype], blocks=most,

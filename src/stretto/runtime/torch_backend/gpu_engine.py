@@ -24,7 +24,7 @@ from .engine import Engine
 from .gpu_layout import GpuBuffers, gpu_buffers, gpu_refusal
 from .gpu_options import GpuOptions
 from .gpu_rendezvous import GpuSite, join_gpus
-from .gpu_selection import GpuSelector
+from .gpu_selection import GpuSelector, in_one_trip
 from .gpu_work import GpuFlight, GpuWork
 from .launch_queue import Launch, capture_number, on_stream
 from .lost_ranks import LostRanks
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from ..gpu import GpuProgram
 
 MAX_READY = 4096
-STAGED_BYTES = 32 << 10
-"""Up to here packets through slots are faster than reading where the data lies."""
 MARGIN_S = 60.0
 """How much longer than the group's timeout a kernel waits before it gives up by itself."""
 ERRORS = {"PeerLost": PeerLost, "ProgramMismatch": ProgramMismatch}
@@ -347,7 +345,7 @@ class GpuEngine:
 
     def _places(self, buffers: GpuBuffers) -> str:
         """Where in symmetric memory a call reads and writes; empty where it does not, or is too small to gain."""
-        if not self._symmetric or buffers.nbytes <= STAGED_BYTES:
+        if not self._symmetric or in_one_trip(buffers.nbytes, self.engine.size):
             return ""
         found = [place_in(self._symmetric, tensor) for tensor in (buffers.source, buffers.target)]
         return f", in memory {found[0]} to {found[1]}" if all(found) else ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ...algorithms import algorithm
 from ...algorithms.registry import FOR_COMPARISON, defined_for
 from ...cluster import Cluster
 from ...errors import StrettoError
@@ -26,6 +27,13 @@ PRICE = "stretto-gpu:h200"
 MAX_SIMULATED = 32
 IN_PLACE = ("all_reduce", "broadcast", "reduce")
 STRAIGHT = "every rank reaches every other one's memory"
+ONE_TRIP_BYTES = 512 << 10
+"""Divided by the ranks: up to here everything to everybody in packets was fastest on an H200 (docs/calibration.md)."""
+
+
+def in_one_trip(nbytes: int, ranks: int) -> bool:
+    """Whether a call is so small that every rank sends all it has to every other one, in packets."""
+    return nbytes * ranks <= ONE_TRIP_BYTES
 
 
 class GpuSelector:
@@ -60,6 +68,9 @@ class GpuSelector:
         cluster, ranks = self._selector.cluster, len(self._selector.devices)
         if usual.from_table:
             return usual
+        if kind == "all_reduce" and in_one_trip(nbytes, ranks):
+            one_shot = algorithm("direct", kind, ranks, steps=1, in_place=True)
+            return ProgramPick(program=one_shot, why="a small call: everything to everybody", rejected=usual.rejected)
         if self._price is None or cluster is None or not 2 < ranks <= MAX_SIMULATED:
             return ProgramPick(program=usual.program, why=STRAIGHT, rejected=usual.rejected)
         timed, rejected = self._timed(kind, cluster, nbytes, root)
