@@ -258,7 +258,7 @@ DEV void vectors(const Params& P, const Shared& sh, const Item& item, char* cons
       v[u][0] = end_sum<E, OP, 16>(sum, n);
     }
   }
-  ROLLED for (int t = 0; t < targets; t++) {
+  for (int t = 0; t < targets; t++) {
     uint4* to = (uint4*)address<E>(P, sh, item, N + t) + first;
     UNROLL for (int u = 0; u < U; u++)
       if (!MASKED || first + u * stride < count) st_vector(to + u * stride, *(uint4*)v[u][0].w);
