@@ -79,7 +79,7 @@ class GpuEngine:
     def refusal(self, call: CollectiveCall) -> str:
         """Why a call goes to NCCL; empty where it runs on GPU memory. The same on all ranks."""
         if not self._options.enabled:
-            return "STRETTO_GPU is not on"
+            return "STRETTO_GPU is off"
         if OWN_BACKEND.asked:
             return OWN_WHY
         if CURRENT.enforcer is not None:
@@ -202,7 +202,7 @@ class GpuEngine:
         Raises:
             InvalidInput: No program runs on the memory of this group.
         """
-        why = self._refusal_of(device) if self._options.enabled else "STRETTO_GPU is not on"
+        why = self._refusal_of(device) if self._options.enabled else "STRETTO_GPU is off"
         if why or self.site is None:
             raise InvalidInput(f"symmetric memory: {why}")
         self.check()

@@ -40,7 +40,7 @@ def gpu_options(environment: Mapping[str, str] = os.environ) -> GpuOptions:
     Traceback (most recent call last):
     stretto.errors.InvalidInput: unknown STRETTO_GPU 'no'; choose from: on, off
     """
-    state = environment.get("STRETTO_GPU", "") or "off"
+    state = environment.get("STRETTO_GPU", "") or "on"
     if state not in STATES:
         raise unknown("STRETTO_GPU", state, STATES)
     blocks = environment.get("STRETTO_GPU_BLOCKS", "")
