@@ -320,6 +320,92 @@ nb::object crowded_lengths(int32_t num_nodes, In<int32_t> src, In<int32_t> dst, 
   return to_numpy(std::move(best));
 }
 
+// Cheapest flows from one device to another, path by path (successive shortest paths): the rate of each path and the
+// latency of the whole way. In a time T no more than the sum of rate x (T - latency) can get there.
+class CheapestFlows {
+ public:
+  CheapestFlows(int32_t num_nodes, const int32_t* src, const int32_t* dst, const double* length, const double* rate,
+                int64_t arcs)
+      : n_(num_nodes), out_(num_nodes), rate_(rate, rate + arcs) {
+    for (int64_t a = 0; a < arcs; a++) {
+      out_[src[a]].push_back((int32_t)arcs_.size());
+      arcs_.push_back({dst[a], length[a]});
+      out_[dst[a]].push_back((int32_t)arcs_.size());
+      arcs_.push_back({src[a], -length[a]});
+    }
+  }
+
+  void between(int32_t source, int32_t sink, int32_t most, std::vector<double>& rates, std::vector<double>& lengths) {
+    left_.assign(arcs_.size(), 0.0);
+    double all = 0;
+    for (size_t a = 0; a < rate_.size(); a++) left_[2 * a] = rate_[a], all += rate_[a];
+    std::vector<double> potential(n_, 0.0), far(n_);
+    std::vector<int32_t> via(n_);
+    for (int32_t path = 0; path < most; path++) {
+      search(source, all * 1e-13, potential, far, via);
+      if (far[sink] == kFar) return;
+      // What is not reached now is never reached again, so that its potential no longer matters.
+      for (int32_t v = 0; v < n_; v++) potential[v] += far[v] == kFar ? 0.0 : far[v];
+      double room = kFar;
+      for (int32_t v = sink; v != source; v = arcs_[via[v] ^ 1].node) room = std::min(room, left_[via[v]]);
+      for (int32_t v = sink; v != source; v = arcs_[via[v] ^ 1].node) left_[via[v]] -= room, left_[via[v] ^ 1] += room;
+      if (path + 1 == most) room = all;  // whatever is left takes at least as long as this path
+      rates.push_back(room);
+      lengths.push_back(potential[sink] - potential[source]);
+    }
+  }
+
+ private:
+  struct Arc {
+    int32_t node;
+    double length;
+  };
+
+  void search(int32_t source, double least, const std::vector<double>& potential, std::vector<double>& far,
+              std::vector<int32_t>& via) {
+    std::fill(far.begin(), far.end(), kFar);
+    far[source] = 0;
+    std::vector<std::pair<double, int32_t>> heap{{0.0, source}};
+    while (!heap.empty()) {
+      std::pop_heap(heap.begin(), heap.end(), std::greater<>());
+      auto [d, v] = heap.back();
+      heap.pop_back();
+      if (d > far[v]) continue;
+      for (int32_t a : out_[v]) {
+        if (left_[a] <= least) continue;
+        int32_t w = arcs_[a].node;
+        double reached = d + std::max(0.0, arcs_[a].length + potential[v] - potential[w]);
+        if (reached < far[w]) {
+          far[w] = reached;
+          via[w] = a;
+          heap.push_back({reached, w});
+          std::push_heap(heap.begin(), heap.end(), std::greater<>());
+        }
+      }
+    }
+  }
+
+  int32_t n_;
+  std::vector<std::vector<int32_t>> out_;
+  std::vector<double> rate_, left_;
+  std::vector<Arc> arcs_;
+};
+
+nb::object cheapest_flows(int32_t num_nodes, In<int32_t> src, In<int32_t> dst, In<double> length, In<double> rate,
+                          In<int32_t> sources, In<int32_t> sinks, int32_t most) {
+  std::vector<int64_t> ptr{0};
+  std::vector<double> rates, lengths;
+  {
+    nb::gil_scoped_release release;
+    CheapestFlows flows(num_nodes, src.data(), dst.data(), length.data(), rate.data(), (int64_t)src.shape(0));
+    for (size_t i = 0; i < sources.shape(0); i++) {
+      flows.between(sources.data()[i], sinks.data()[i], most, rates, lengths);
+      ptr.push_back((int64_t)rates.size());
+    }
+  }
+  return nb::make_tuple(to_numpy(std::move(ptr)), to_numpy(std::move(rates)), to_numpy(std::move(lengths)));
+}
+
 }  // namespace
 
 void bind_maxflow(nb::module_& m) {
@@ -330,6 +416,8 @@ void bind_maxflow(nb::module_& m) {
       .def("sink_side", &Flow::sink_side);
   m.def("path_lengths", &path_lengths, nb::arg("num_nodes"), nb::arg("src"), nb::arg("dst"), nb::arg("length"),
         nb::arg("sources"));
+  m.def("cheapest_flows", &cheapest_flows, nb::arg("num_nodes"), nb::arg("src"), nb::arg("dst"), nb::arg("length"),
+        nb::arg("rate"), nb::arg("sources"), nb::arg("sinks"), nb::arg("most"));
   m.def("crowded_lengths", &crowded_lengths, nb::arg("num_nodes"), nb::arg("src"), nb::arg("dst"), nb::arg("rate"),
         nb::arg("sources"), nb::arg("need_ptr"), nb::arg("sinks"), nb::arg("amounts"), nb::arg("rounds"));
 }

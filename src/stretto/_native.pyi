@@ -120,6 +120,16 @@ def path_lengths(
     length: NDArray[np.float64],
     sources: NDArray[np.int32],
 ) -> NDArray[np.float64]: ...
+def cheapest_flows(
+    num_nodes: int,
+    src: NDArray[np.int32],
+    dst: NDArray[np.int32],
+    length: NDArray[np.float64],
+    rate: NDArray[np.float64],
+    sources: NDArray[np.int32],
+    sinks: NDArray[np.int32],
+    most: int,
+) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]: ...
 def crowded_lengths(
     num_nodes: int,
     src: NDArray[np.int32],

@@ -18,12 +18,14 @@ from ...collectives.implicit import ImplicitCollective
 from ...errors import InvalidInput
 from ...units import check_bytes, format_bytes, format_us
 from .concurrent import MAX_VARIABLES, FlowNeeds, concurrent_flow, lengths, needed
+from .counting import counted_in_time
 from .cuts import Cut, Need, prefix_cuts, region_cuts, regions, sink_needs, source_needs, worst_sink
 from .demand import Demand, demand_of
 from .net import ArcNetwork, Floats
 from .partition import narrowest_partition
 from .passing import helps, passing_weights
-from .relays import MAX_DEVICES, Ends, TimedProof, least_time, timed_proofs
+from .quickest import quickest_flows
+from .relays import MAX_DEVICES, Ends, MessageTimes, TimedProof, least_time, timed_proofs
 
 WORTH_MORE_WORDS = 1.001
 """The factor by which a timed cut must exceed the plainer arguments to be given instead of them."""
@@ -100,7 +102,7 @@ def lower_bound(
         total, reason, method = latency.us, latency.reason, "shortest path"
     in_time = max(timed, key=lambda proof: proof.total_us(nbytes), default=None)
     if in_time is not None and in_time.total_us(nbytes) > total * WORTH_MORE_WORDS:
-        total, reason, method = in_time.total_us(nbytes), _timed_in_words(cluster, in_time, nbytes), "timed cut"
+        total, reason, method = in_time.total_us(nbytes), _timed_in_words(cluster, in_time, nbytes), in_time.method
     return Bound(
         total_us=total,
         bandwidth_us=nbytes * widest.us,
@@ -318,26 +320,40 @@ def _proofs(cluster: Cluster, net: ArcNetwork, demand: Demand) -> Iterator[Bound
 
 
 def _timed(cluster: Cluster, net: ArcNetwork, demand: Demand) -> Iterator[TimedProof]:
-    """Proofs from what can still be passed on, or already be a sum, when it crosses a cut."""
-    if demand.shared or net.num_devices > MAX_DEVICES:
+    """Proofs from what can still be passed on, or already be a sum, when it crosses a cut, and from flows over time."""
+    if demand.shared or net.num_devices > MAX_DEVICES or net.num_nodes != cluster.num_nodes:
         return
     copied = bool(cluster.node_multicast.any())
     if not demand.combining and demand.same_wanters:
         wanters = demand.wanter[: demand.num_wanters[0]]
         sources, shares = _at_places(demand.source, demand.share)
         ends = Ends(sources=sources, shares=shares, wanters=wanters, combining=False, copied=copied)
-        yield from timed_proofs(cluster, net, ends)
+        yield from _between(cluster, net, ends)
     elif demand.distinct and demand.same_sources and np.all(demand.num_wanters == 1):
         # Backwards in time and against the links, sums that come together are copies that part.
         wanters = demand.source[: demand.num_sources[0]]
         sources, shares = _at_places(demand.wanter, demand.share)
         ends = Ends(sources=sources, shares=shares, wanters=wanters, combining=False, copied=False)
-        yield from (replace(proof, sends=True) for proof in timed_proofs(cluster, net.reverse, ends))
+        yield from (replace(proof, sends=True) for proof in _between(cluster, net.reverse, ends))
     elif demand.distinct and demand.same_sources and demand.same_wanters:
         sources, wanters = demand.source[: demand.num_sources[0]], demand.wanter[: demand.num_wanters[0]]
         shares = np.full(len(sources), float(demand.share.sum()))
         ends = Ends(sources=sources, shares=shares, wanters=wanters, combining=True, copied=copied)
-        yield from timed_proofs(cluster, net, ends)
+        yield from _between(cluster, net, ends)
+
+
+def _between(cluster: Cluster, net: ArcNetwork, ends: Ends) -> Iterator[TimedProof]:
+    times = MessageTimes(net, forwarding=cluster.devices_forward)
+    yield from timed_proofs(cluster, net, times, ends)
+    if not cluster.devices_forward:
+        yield from quickest_flows(net, ends)
+    if ends.combining and np.array_equal(ends.sources, ends.wanters):
+        found = narrowest_partition(net, _adopt_relays(cluster, ends.wanters))
+        groups = [*regions(cluster), *([found.group] if found is not None else [])]
+        for group in groups:
+            number = np.unique(group, return_inverse=True)[1]
+            for proof in counted_in_time(net, times, number, ends.wanters):
+                yield replace(proof, need=proof.need * float(ends.shares[0]), share=float(ends.shares[0]))
 
 
 def _passing(
@@ -480,11 +496,18 @@ def _cut_proof(cluster: Cluster, net: ArcNetwork, cut: Cut | None, exact: bool) 
 
 
 def _timed_in_words(cluster: Cluster, proof: TimedProof, nbytes: float) -> str:
+    much, rate = _size(nbytes * proof.share), f"{proof.rate / 1e3:.6g} GB/s"
+    if proof.groups:
+        times = f"{2 * (proof.groups - 1)} times by {proof.groups} groups of devices"
+        return f"timed counting: each byte is received {times}, which take in {rate}, in time to be passed on"
     few = np.count_nonzero(proof.inside) <= np.count_nonzero(~proof.inside)
     who = _devices_in_words(cluster, np.flatnonzero(proof.inside if few else ~proof.inside))
+    if proof.origins:
+        whence = _devices_in_words(cluster, np.array(proof.origins, np.int64))
+        ends = (who, whence) if proof.sends else (whence, who)
+        return f"timed flow: {much} must come from {ends[0]} to {ends[1]} over {rate} at most"
     moves = "send" if few == proof.sends else "receive"
-    much = _size(nbytes * proof.share)
-    return f"timed cut: {who} must {moves} {much} over {proof.rate / 1e3:.6g} GB/s, in time to be passed on"
+    return f"timed cut: {who} must {moves} {much} over {rate}, in time to be passed on"
 
 
 def _size(nbytes: float) -> str:

@@ -84,10 +84,10 @@ class ArcNetwork:
     @cached_property
     def message_us(self) -> Floats:
         """For each arc the least sum of alphas of any message, from device to device, that passes it."""
-        return self.reverse._nearest_device_us[self.src] + self.alpha_us + self._nearest_device_us[self.dst]
+        return self.reverse.nearest_device_us[self.src] + self.alpha_us + self.nearest_device_us[self.dst]
 
     @cached_property
-    def _nearest_device_us(self) -> Floats:
+    def nearest_device_us(self) -> Floats:
         """The least sum of alphas on a path from each node to a device."""
         devices = np.arange(self.num_devices, dtype=np.int32)
         return _native.path_lengths(

@@ -26,8 +26,8 @@ MAX_SETS = 64
 """The most sets of devices of one family that are tried; any choice of sets is valid."""
 MAX_DEVICES = 64
 """The most devices for which these bounds are looked for, in under a CPU second; for 256 it would be over twenty."""
-FAR = 4
-"""The most subsets of far sources that are tried for each set of devices."""
+FAR = 6
+"""The most subsets of far sources, and of far wanters, that are tried for each set of devices."""
 
 Worths = tuple[Floats, Floats]
 """Rates of worth (speed, from): from time `from` on, a link gains `speed` worth of bytes per microsecond."""
@@ -44,6 +44,15 @@ class TimedProof:
     rate: float
     sends: bool = False
     """Whether it was found on reversed links: the devices inside then send."""
+    origins: tuple[int, ...] = ()
+    """The devices from which it all comes, for a flow from these to the one inside."""
+    groups: int = 0
+    """The number of groups, for an argument that counts how often they are entered."""
+
+    @property
+    def method(self) -> str:
+        """The name of the method."""
+        return "timed counting" if self.groups else "timed flow" if self.origins else "timed cut"
 
     def total_us(self, nbytes: float) -> float:
         """The least T that satisfies it in the kindest physics."""
@@ -77,20 +86,18 @@ class Ends:
     """Whether a switch may hand one byte to several wanters."""
 
 
-def timed_proofs(cluster: Cluster, net: ArcNetwork, ends: Ends) -> Iterator[TimedProof]:
+def timed_proofs(cluster: Cluster, net: ArcNetwork, times: MessageTimes, ends: Ends) -> Iterator[TimedProof]:
     """The proofs over single devices, all but one device, hosts and slices; those that say the same come once.
 
     Args:
         cluster: The cluster.
         net: Its links, or these reversed.
+        times: The least alphas on them.
         ends: What must come from where to where.
 
     Yields:
         The proofs.
     """
-    if net.num_devices > MAX_DEVICES or net.num_nodes != cluster.num_nodes:
-        return
-    times = _Times(net, forwarding=cluster.devices_forward)
     number = np.arange(net.num_devices)
     taking_part = np.union1d(ends.sources, ends.wanters)
     sets = [*_some([number == d for d in taking_part]), *_some([number != d for d in taking_part])]
@@ -110,7 +117,7 @@ def _some(sets: list[Mask]) -> list[Mask]:
     return sets[:: -(-len(sets) // MAX_SETS)] if sets else sets
 
 
-class _Times:
+class MessageTimes:
     """The least alphas of messages and of chains of messages between nodes."""
 
     def __init__(self, net: ArcNetwork, *, forwarding: bool) -> None:
@@ -143,37 +150,39 @@ class _Times:
         return flat.reshape(len(devices), net.num_nodes)[:, devices]
 
 
-def _around(net: ArcNetwork, times: _Times, ends: Ends, inside: Mask) -> Iterator[TimedProof]:
+def _around(net: ArcNetwork, times: MessageTimes, ends: Ends, inside: Mask) -> Iterator[TimedProof]:
     wanted = ends.wanters[inside[ends.wanters]]
-    away = ~inside[ends.sources]
-    if not len(wanted) or not away.any():
+    away = np.flatnonzero(~inside[ends.sources])
+    if not len(wanted) or not len(away):
         return
-    pass_on = times.within(inside)[:, np.searchsorted(np.flatnonzero(inside), wanted)]
+    within = times.within(inside)
     alone = np.zeros(net.num_nodes, np.bool_)
     alone[: net.num_devices] = inside
     sides = [net.narrowest_entry(inside)]
     if np.any(sides[0] != alone):
         sides.append(alone)
+    near = times.known[np.ix_(ends.sources[away], np.flatnonzero(inside))].min(axis=1)
+    deep = times.known[np.ix_(np.flatnonzero(~inside), wanted)].min(axis=0)
     for side in sides:
         cut = Cut.into(net, side, 0.0)
-        for parts in _far(times, ends, away, inside):
-            proof = _proof(net, times, ends, inside, cut, parts, pass_on)
-            if proof is not None:
-                yield proof
+        for some in far_ones(deep):
+            pass_on = within[:, np.searchsorted(np.flatnonzero(inside), wanted[some])]
+            for parts in far_ones(near):
+                proof = _proof(net, times, ends, inside, cut, away[parts], pass_on)
+                if proof is not None:
+                    yield proof
 
 
-def _far(times: _Times, ends: Ends, away: Mask, inside: Mask) -> Iterator[NDArray[np.int64]]:
-    """All sources outside, and those of them that are far from the inside."""
-    outside = np.flatnonzero(away)
-    near = times.known[np.ix_(ends.sources[outside], np.flatnonzero(inside))].min(axis=1)
-    steps = np.unique(near.round(9))
-    for least in steps[:: -(-len(steps) // FAR)]:
-        yield outside[near >= least - 1e-9]
+def far_ones(distance: Floats) -> Iterator[NDArray[np.int64]]:
+    """All of them, those that are far, and the farthest."""
+    steps = np.unique(distance.round(9))
+    for least in np.unique(np.append(steps[:: -(-len(steps) // (FAR - 1))], steps[-1])):
+        yield np.flatnonzero(distance >= least - 1e-9)
 
 
 def _proof(
     net: ArcNetwork,
-    times: _Times,
+    times: MessageTimes,
     ends: Ends,
     inside: Mask,
     cut: Cut,
@@ -205,7 +214,7 @@ def _proof(
     whole = float(ends.shares[0]) * len(parts) if ends.combining else share
     return TimedProof(
         need=wanters * whole,
-        worths=(_sorted(late), _sorted(early)),
+        worths=(by_time(late), by_time(early)),
         share=float(ends.shares[0]) if ends.combining else share,
         inside=inside,
         rate=cut.rate,
@@ -225,7 +234,7 @@ def _outer(first: Floats, last: Floats, rate: float) -> Worths:
     return np.full(len(offset), rate), offset
 
 
-def _sorted(worths: list[Worths]) -> Worths:
+def by_time(worths: list[Worths]) -> Worths:
     """All worths by time, with those of one moment added up."""
     speed, offset = (np.concatenate(part) for part in zip(*worths, strict=True))
     moments, at = np.unique(offset, return_inverse=True)
