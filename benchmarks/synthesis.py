@@ -284,6 +284,14 @@ def alltoall(quick: bool) -> list[Row]:
     return rows
 
 
+def fat_tree(source: str, quick: bool) -> list[Row]:
+    """All-to-all on trees of switches with the budget that `synthesize` has by default."""
+    cluster = st.Cluster.load(source)
+    row = case(f"all_to_all {source}", st.AllToAll(cluster.num_devices), cluster, 256 * st.MB, budget_s=30.0)
+    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    return [row | {"peak_mib": max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, children) / 1024}]
+
+
 def ablation(quick: bool) -> list[Row]:
     """The paper's: inter-node connections, chunks, switch policy, instances; and its mixture-of-experts sizes."""
     from stretto.synthesis.explorer import sketches
@@ -395,6 +403,7 @@ CASES: dict[str, Case] = {
     **{f"throughput {source}": partial(throughput, source) for source in (*FOREST, "dgx_a100:16")},
     "torus": torus,
     "alltoall": alltoall,
+    **{f"alltoall fat_tree:{devices}": partial(fat_tree, f"fat_tree:{devices}") for devices in (128, 512, 1024)},
     "ablation": ablation,
     "export": export,
 }

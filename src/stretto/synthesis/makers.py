@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isqrt
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -17,8 +18,22 @@ from ..collectives import COLLECTIVES, ROOTED
 from ..errors import Infeasible, InvalidInput, StrettoError, unknown
 from ..files import convert
 from ..programs import Program, SymmetricProgram
-from . import compose, exact, exchange, flow, forest, greedy, repair, steiner, symmetric, three_stage, tree_pairs
+from . import (
+    compose,
+    exact,
+    exchange,
+    flow,
+    forest,
+    greedy,
+    phases,
+    repair,
+    steiner,
+    symmetric,
+    three_stage,
+    tree_pairs,
+)
 from .explorer import sketch_variants
+from .forest_trees import MAX_PAIRS
 from .maker import Maker, MakerRequest, SearchMaker, one_variant
 from .problem import MakerTask, Progress, SynthesisProblem
 
@@ -190,6 +205,10 @@ def _flow(request: MakerRequest) -> Program:
     )
 
 
+def _phases(request: MakerRequest) -> Program:
+    return phases.synthesize(request.collective, request.cluster, **request.shared, **request.options)
+
+
 def _forest(request: MakerRequest) -> Program:
     return forest.synthesize(request.collective, request.cluster, **request.shared, **request.options)
 
@@ -229,6 +248,14 @@ def _with_helpers(problem: SynthesisProblem) -> list[tuple[str, dict[str, Any]]]
     return one_variant(problem)
 
 
+def _few_roots(problem: SynthesisProblem) -> list[tuple[str, dict[str, Any]]]:
+    """Where every rank is a root, half as many ranks are served as where one is."""
+    most = isqrt(MAX_PAIRS)
+    if problem.collective.kind in _GATHERING and problem.ranks > most:
+        raise Infeasible(f"is for up to {most} ranks in {problem.collective.kind}, not {problem.ranks}")
+    return one_variant(problem)
+
+
 def _exact(request: MakerRequest) -> Program:
     return exact.synthesize(request.collective, request.cluster, **request.shared, **request.options)
 
@@ -256,6 +283,7 @@ register_maker(
         options={"pieces": list[Count], "symmetric": bool},
     )
 )
+register_maker(SearchMaker(name="phases", make=_phases, collectives=("all_to_all",), weight=1.0, max_ranks=1024))
 register_maker(
     SearchMaker(
         name="flow",
@@ -273,6 +301,7 @@ register_maker(
         collectives=(*_GATHERING, "broadcast", "reduce"),
         weight=2.0,
         max_ranks=512,
+        variants=_few_roots,
         options={"max_k": Count, "max_height": Count, "max_transfers": Count, "multicast": bool},
     )
 )

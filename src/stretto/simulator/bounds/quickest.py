@@ -91,9 +91,7 @@ def _transits(net: ArcNetwork) -> list[Floats]:
     ]
 
 
-def _flows(
-    net: ArcNetwork, transit: Floats, origins: list[NDArray[np.int32]], sink: NDArray[np.int32]
-) -> list[Worths]:
+def _flows(net: ArcNetwork, transit: Floats, origins: list[NDArray[np.int32]], sink: NDArray[np.int32]) -> list[Worths]:
     """The rates and latencies of the paths of each flow; devices that start it together get a node of their own."""
     groups: dict[tuple[int, ...], int] = {}
     start = [one[0] if len(one) == 1 else net.num_nodes + groups.setdefault(tuple(one), len(groups)) for one in origins]

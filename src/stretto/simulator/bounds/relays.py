@@ -176,6 +176,8 @@ def _around(net: ArcNetwork, times: MessageTimes, ends: Ends, inside: Mask) -> I
 def far_ones(distance: Floats) -> Iterator[NDArray[np.int64]]:
     """All of them, those that are far, and the farthest."""
     steps = np.unique(distance.round(9))
+    if not len(steps):
+        return
     for least in np.unique(np.append(steps[:: -(-len(steps) // (FAR - 1))], steps[-1])):
         yield np.flatnonzero(distance >= least - 1e-9)
 
