@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,6 @@ def node(head: str, rank: int, folder: Path) -> subprocess.Popen[bytes]:
 
 def search(head: str, folder: Path) -> dict[str, Any]:
     """Both nodes get a task; the answer says what became of them."""
-    import ray
-
     import stretto as st
     from stretto.synthesis import backends
     from stretto.synthesis.attempts import Board
@@ -78,6 +77,7 @@ def search(head: str, folder: Path) -> dict[str, Any]:
         for name in ("ring", "direct", "bruck")
     ]
     with backends.backend("ray", jobs=2, address=f"{head}:{PORT}") as start:
+        ray = import_module("ray")
         while sum(one["Alive"] for one in ray.nodes()) < 3:
             time.sleep(0.2)
         print("nodes 3", flush=True)

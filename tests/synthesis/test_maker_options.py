@@ -33,6 +33,7 @@ SAMPLES: dict[str, dict[str, tuple[str, Any]]] = {
     "symmetric": {"pieces": ("1,2", [1, 2])},
     "compose": {"pieces": ("1,2", [1, 2])},
     "exchange": {},
+    "phases": {},
     "exact": {"solver": ("highs", "highs"), "channels": ("dim0", ["dim0"])},
     "flow": {"pieces": ("4", 4)},
     "forest": {
@@ -45,7 +46,7 @@ SAMPLES: dict[str, dict[str, tuple[str, Any]]] = {
     "three_stage": {"solver": ("highs", "highs"), "solutions": ("2", 2), "detour": ("0.25", 0.25)},
 }  # fmt: skip
 """A value for every option of every maker, as a command line and as Python gives it."""
-KINDS = {"flow": "all_to_all", "exchange": "all_reduce", "tree_pairs": "all_reduce"}
+KINDS = {"flow": "all_to_all", "phases": "all_to_all", "exchange": "all_reduce", "tree_pairs": "all_reduce"}
 CLUSTERS = {"steiner": "ring:5"}
 """A device more than take part, for the maker that asks devices outside the group for help."""
 

@@ -30,6 +30,12 @@ LOCAL = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
 """The environment variables that a local Ray is started with."""
+REMOTE = {
+    # A host that vanishes says nothing. By default Ray takes seven minutes to give up what was sent there.
+    "RAY_grpc_client_keepalive_time_ms": "10000",
+    "RAY_grpc_client_keepalive_timeout_ms": "10000",
+}
+"""The environment variables with which this process connects to a Ray elsewhere."""
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +59,7 @@ def connected(*, jobs: int, address: str | None = None) -> Iterator[Any]:
     """
     given = address or os.environ.get(ADDRESS) or "local"
     check_installed(given)
-    with _environment(LOCAL if given == "local" else {}):
+    with _environment(LOCAL if given == "local" else REMOTE):
         ray = ray_module()
         mine = not ray.is_initialized()
         folder: str | None = None
