@@ -19,6 +19,8 @@ from .relays import Ends, TimedProof, Worths, far_ones
 
 MAX_PAIRS = 1024
 """The most pairs of ranks that are tried; any choice is valid."""
+MAX_WANTERS = 64
+"""The most ranks for which flows from all that is far from them are tried."""
 MAX_PATHS = 64
 """The most paths of one flow; what is left over is taken to be as quick as the last of them."""
 
@@ -40,7 +42,7 @@ def quickest_flows(net: ArcNetwork, ends: Ends) -> Iterator[TimedProof]:
         shares = np.full(len(source), float(ends.shares[0]))
     else:
         origins, sinks, amounts = [], [], []
-        for wanter in ends.wanters.tolist():
+        for wanter in ends.wanters[:: -(-len(ends.wanters) // MAX_WANTERS)].tolist():
             others = np.flatnonzero(ends.sources != wanter)
             for some in far_ones(known[ends.sources[others], wanter]):
                 origins.append(ends.sources[others[some]])

@@ -24,8 +24,10 @@ from .net import ArcNetwork, Floats, Mask
 
 MAX_SETS = 64
 """The most sets of devices of one family that are tried; any choice of sets is valid."""
-MAX_DEVICES = 64
-"""The most devices for which these bounds are looked for, in under a CPU second; for 256 it would be over twenty."""
+MAX_DEVICES = 256
+"""The most devices for which these bounds are looked for."""
+FEW_DEVICES = 32
+"""The most devices for which all sets are tried, also those whose links look alike."""
 FAR = 6
 """The most subsets of far sources, and of far wanters, that are tried for each set of devices."""
 
@@ -105,7 +107,7 @@ def timed_proofs(cluster: Cluster, net: ArcNetwork, times: MessageTimes, ends: E
         blocks = _some([group == block for block in np.unique(group)])
         sets += [*blocks, *(~block for block in blocks)]
     seen = set()
-    for inside in sets:
+    for inside in sets if net.num_devices <= FEW_DEVICES else _unlike(net, sets):
         for proof in _around(net, times, ends, inside):
             key = (proof.need, *(part.round(9).tobytes() for pair in proof.worths for part in pair))
             if key not in seen:
@@ -115,6 +117,19 @@ def timed_proofs(cluster: Cluster, net: ArcNetwork, times: MessageTimes, ends: E
 
 def _some(sets: list[Mask]) -> list[Mask]:
     return sets[:: -(-len(sets) // MAX_SETS)] if sets else sets
+
+
+def _unlike(net: ArcNetwork, sets: list[Mask]) -> Iterator[Mask]:
+    """The sets, but only the first of those with equally many devices and equal links."""
+    seen = set()
+    for inside in sets:
+        alone = np.zeros(net.num_nodes, np.bool_)
+        alone[: net.num_devices] = inside
+        arcs = alone[net.dst] & ~alone[net.src]
+        key = (int(inside.sum()), *sorted(zip(net.rate[arcs].tolist(), net.alpha_us[arcs].tolist(), strict=True)))
+        if key not in seen:
+            seen.add(key)
+            yield inside
 
 
 class MessageTimes:
