@@ -126,9 +126,9 @@ class _Level:
         if len(up) != len(leaves) * planes or up.keys() != down.keys():
             raise Infeasible("phases: a leaf switch does not reach every plane")
         above: list[_Level | None] = []
-        for plane, top in enumerate(tops):
+        for plane, entries in enumerate(tops):
             inside = {node for node, at in number.items() if at == plane}
-            above.append(None if len(inside) == 1 else cls.of(inside, top, _within(inside, links)))
+            above.append(None if len(inside) == 1 else cls.of(inside, entries, _within(inside, links)))
         return cls(planes=planes, up=up, down=down, above=tuple(above))
 
     def routes(self, ends: Ends) -> list[Hops]:
