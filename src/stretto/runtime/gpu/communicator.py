@@ -310,10 +310,6 @@ class GpuCommunicator:
         """Make a tensor's memory known, which PyTorch's symmetric memory allocated on all ranks; collective."""
         self._symmetric.register(tensor)
 
-    def is_symmetric(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in memory that `empty` made or `register` knows."""
-        return self._symmetric.find(tensor) is not None
-
     def abort(self, why: str) -> None:
         """Make all waits in kernels of this rank end at once; the communicator cannot be used afterwards."""
         self._why = self._why or why
