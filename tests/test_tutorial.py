@@ -49,6 +49,20 @@ def test_the_job_of_the_tutorial_trains(tmp_path: Path) -> None:
     assert done.stdout.startswith("rank 0: loss ")
 
 
+def test_the_recorder_of_the_tutorial_leaves_a_trace(tmp_path: Path) -> None:
+    script = next(block for block in blocks("docs/tutorial.md", "python") if "def recorder" in block)
+    loop = """
+import torch
+with recorder(0) as profiler:
+    for _ in range(9):
+        torch.ones(2).sum()
+        profiler.step()
+"""
+    (tmp_path / "record.py").write_text(script + loop)
+    subprocess.run([sys.executable, "record.py"], cwd=tmp_path, capture_output=True, timeout=300, check=True)
+    assert (tmp_path / "traces" / "rank0.json.gz").exists()
+
+
 @pytest.mark.skipif(unavailable() is not None, reason="no lab can be built here")
 def test_the_lab_commands_of_the_tutorial_train(tmp_path: Path) -> None:
     lines = [line for block in blocks("docs/tutorial.md", "sh") for line in block.splitlines() if " lab run " in line]
