@@ -31,7 +31,7 @@ MAX_BYTES = 64 << 20
 MAX_XML_ELEMENTS = 4_000_000
 MAX_DEPTH = 100
 MAX_YAML_BYTES = 2 << 20
-"""Of what is read as JSON, too: the parser of YAML takes a second for each."""
+"""The most bytes of YAML that are read or written: its parser takes a second for each MiB. JSON may be larger."""
 T = TypeVar("T")
 
 

@@ -110,7 +110,7 @@ RankJsonOption = Annotated[
         help="Write the numbers as JSON; -: to standard output, and nothing else there.",
     ),
 ]
-"""Of commands that every rank of a job runs."""
+"""`--json` of commands that every rank of a job runs: rank 0 alone writes."""
 HtmlOption = Annotated[
     Path | None,
     typer.Option("--html", metavar="FILE.html", callback=output(*HTML), help="Write one page that needs no network."),

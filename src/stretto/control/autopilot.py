@@ -51,7 +51,7 @@ WARM_UP = 3
 """Iterations before the first recording: connections, buckets and caches are made in them."""
 SKIP, RECORD = 2, 5
 FORWARDS = 32
-"""So many times a model is called in training before an optimizer steps: then none does, or none of PyTorch's."""
+"""A model that was called this often in training before any optimizer step is taken to have none of PyTorch's."""
 RETRY = 50
 """Iterations until the next try, after a recording that could not be used."""
 MAX_TRIES = 4

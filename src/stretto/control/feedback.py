@@ -27,7 +27,7 @@ WINDOW_S = 2.0
 WINDOWS = 3
 MOST_WINDOWS = 96
 HELD_SHARE = 0.05
-"""Of an iteration, as in SYNDICATE's section 4.4."""
+"""The share of an iteration for which motifs may be held back before the plan is thought over (SYNDICATE, 4.4)."""
 DRIFT = 0.25
 LEAST_GAIN = 0.03
 """What a new plan has to promise."""

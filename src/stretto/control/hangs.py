@@ -27,11 +27,11 @@ LOOK_S = 2.0
 SILENT_S = 4.0
 """Pulses come twice a second."""
 SILENT_HERE_S = 20.0
-"""Of a process of this machine it is known whether it was stopped or has ended: another one is only busy."""
+"""How long a process of this machine may be silent: one that was stopped or has ended is known, so it is only busy."""
 SURE_S = 2.0
 """What seems to hang is named when it still does after so long, in which each of its ranks could run and was heard."""
 MUTE_S = 3.0
-"""Who could run for so long and has said nothing will not."""
+"""A rank that could run for this long and has said nothing is taken to be mute."""
 SAME_MOMENT_S = 0.3
 MAX_FINDINGS = 16
 SIZED = frozenset(["allreduce", "all_reduce", "broadcast", "reduce", "all_gather_single", "reduce_scatter_single"])

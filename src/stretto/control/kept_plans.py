@@ -41,7 +41,7 @@ class KeptPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     version: Literal[1] = 1
     key: Name
     digest: Name
-    """Of the recorded step."""
+    """The digest of the recorded step."""
     captured: CapturedStep
     answer: PlanReply
     factors: dict[str, Annotated[float, Meta(ge=LEAST, le=MOST)]] = {}

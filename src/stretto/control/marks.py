@@ -14,7 +14,7 @@ from math import lcm
 MOST = 16
 """The longest period that is looked for, in moments."""
 LOOK = 2 * MOST + 8
-"""So many moments are looked at."""
+"""How many moments are looked at."""
 USER = "the script"
 """The key of a moment at which the script itself says that an iteration ends; then no other counts."""
 
@@ -33,7 +33,7 @@ class Marks:
         self._missing = 0
 
     def number(self, key: Hashable) -> int:
-        """Of what a moment belongs to: in the order of appearance, and so the same on all ranks."""
+        """The number of a moment's optimizer or model: in the order of appearance, so the same on all ranks."""
         return self._numbers.setdefault(key, len(self._numbers))
 
     def end(self, key: Hashable) -> bool:

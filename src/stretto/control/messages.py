@@ -25,7 +25,7 @@ from .spans import ReportSpan
 from .split import GainSplit
 
 MAX_MESSAGE_BYTES = 32 << 20
-"""Of one message; a captured step of a large model is a few megabytes."""
+"""The most bytes of one message; a captured step of a large model is a few megabytes."""
 MAX_RANKS = 1 << 16
 MAX_NUMBER = 1 << 53
 PROTOCOL = 1
@@ -167,7 +167,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     heard_s: float
-    """So many seconds ago."""
+    """How many seconds ago the rank was last heard."""
     ballot: Ballot | None
     committed: PlanId
     active: PlanId

@@ -38,7 +38,7 @@ class OwnTime(msgspec.Struct, frozen=True, kw_only=True):
     kind: Annotated[str, Meta(max_length=32)]
     scope: Scope
     ranks: Count
-    """Of a group."""
+    """The number of ranks of a group."""
     groups: Count = 1
     """That did the same at once."""
     times: Annotated[tuple[tuple[Positive, Positive], ...], Meta(min_length=1, max_length=MAX_SIZES)]

@@ -174,7 +174,7 @@ class ControllerSide:
     ranks: tuple[RankView | None, ...]
     proposal: PlanId | None = None
     digest: str = ""
-    """Of the step that the proposal was made for."""
+    """The digest of the step that the proposal was made for."""
     last: int = 0
     """No plan has a number above this one."""
     profile: str = ""

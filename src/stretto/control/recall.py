@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 CALL_S = 5.0
 MAX_CALLS = 1 << 15
-"""Of an iteration; of a step with more calls no plan is kept."""
+"""The most calls of an iteration; no plan is kept for a step with more."""
 MESSAGES = ("send", "recv")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 ONE_SIDED = ("gather", "scatter")
@@ -86,7 +86,7 @@ class StepTally:
 
     @property
     def calls(self) -> tuple[SubmittedCall, ...]:
-        """Of an iteration, where the last two were alike; else none."""
+        """The calls of an iteration, where the last two were alike; else none."""
         return self._last if self._alike else ()
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..planner.schedule.schedule import StepSchedule
 
 MAX_SPANS = 2000
-"""Of one timeline; what comes later is left out."""
+"""The most spans of one timeline; later ones are left out."""
 CALLS = "communication"
 """The track of comm-ops of which nobody knows yet where they run."""
 

@@ -36,7 +36,7 @@ from .worker import Planning, PlanReply, PlanRequest, plan_of
 LOG = logging.getLogger("stretto.control")
 WAITING = "waiting for ranks"
 AGAIN_SHARE = 0.5
-"""Of the budget, for a plan that replaces another: until then training is slower than it could be."""
+"""The share of the budget for a plan that replaces another: until then training is slower than it could be."""
 MAX_REFUSALS = 3
 MAX_SHOWN = 4
 """Plans of which the predicted timelines are kept."""

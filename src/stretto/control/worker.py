@@ -74,7 +74,7 @@ class Planning(Protocol):
         """The answer, once there is one."""
 
     def cancel(self) -> None:
-        """Nobody wants it any more."""
+        """End the planner: its plan is not wanted any more."""
 
 
 def answer(ask: PlanRequest) -> PlanReply:

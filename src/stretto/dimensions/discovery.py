@@ -79,7 +79,7 @@ class _Routes:
     ptr: Ints
     links: Ints
     rate: NDArray[np.float64]
-    """Of each link."""
+    """The rate of each link."""
     hops: Ints
     """Of each pair, row by row: its links; 0 on the diagonal."""
     alpha_us: NDArray[np.float64]

@@ -31,7 +31,7 @@ class Value:
     sources: tuple[int, ...] = ()
     """Values by number; all lower than its own."""
     position: int = -1
-    """Of an input: its place in the rank's input buffer."""
+    """The place of an input in the rank's input buffer; -1 for other values."""
 
 
 Results = dict[tuple[int, int], int]

@@ -44,7 +44,7 @@ class Arming(Loader):
         return self.inner.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """As ever; then arm. A job must not fail because of us."""
+        """Load the module, then arm the autopilot; an error of ours must not fail the job."""
         self.inner.exec_module(module)
         try:
             from stretto.control.autopilot import arm

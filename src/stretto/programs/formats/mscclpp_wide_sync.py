@@ -40,7 +40,7 @@ class StreamSync:
         if not packets:
             self._follow_places(steps)
             return
-        for step in steps:  # Whoever reads packets waits for them, and nobody for anything else.
+        for step in steps:  # A step that reads packets waits for them, and no step for anything else.
             self._mine[step.rank].append(step)
 
     def _follow_places(self, steps: Sequence[WideStep]) -> None:

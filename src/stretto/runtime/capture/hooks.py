@@ -153,7 +153,7 @@ class Hooks:
         self.number = 0
         self.iteration = self._begun()
         self._submits: dict[int, Any] = {}
-        """Of an iteration's calls on a GPU, when its stream came to them."""
+        """For each call on a GPU in this iteration, the event at which its stream came to it."""
         self._depth = 0
         self._inside = False
         """Whether a call that was seen is being handed on to a wrapped backend."""

@@ -17,7 +17,7 @@ Place = tuple[int, int]
 """(iteration, comm-op) in the order of submission, the same on all ranks."""
 PREFIX = "stretto/enforcer"
 MOST = 16
-"""Of many notices of one kind so many are read: who differs from all others differs from these."""
+"""The most notices of a kind that are read; a rank that differs from all others also differs from these."""
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,7 +117,7 @@ class Announcements:
             self._append(key, msgspec.json.encode(stray))
 
     def strays(self, number: int, iteration: int) -> list[Stray]:
-        """Who waits in a call before an iteration."""
+        """The calls before an iteration in which ranks have said that they wait."""
         return [msgspec.json.decode(one, type=typed(Stray)) for one in self._all(f"{number}/strays/{iteration}")]
 
     def end(self, number: int, stay: int, why: str) -> None:

@@ -138,7 +138,7 @@ class CarrierSite:
     rank: int
     size: int
     engine: Engine
-    """Of the group of all ranks."""
+    """The engine of the group of all ranks."""
     sequencer: Sequencer
     """The order of the plan: takes what is submitted, and hears of motifs that have ended."""
     owner: SubmissionOwner

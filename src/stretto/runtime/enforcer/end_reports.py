@@ -77,7 +77,7 @@ class EndReports:
                 if motif is None:
                     return
                 waiting.append(motif)
-            # Whoever overtakes the oldest is noticed a moment later.
+            # A motif that ends before the oldest one is noticed a moment later.
             with contextlib.suppress(Exception):
                 assert waiting[0].active is not None
                 waiting[0].active.wait(LATE_S)

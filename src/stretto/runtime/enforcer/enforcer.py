@@ -48,7 +48,7 @@ from .watched_work import WatchedWork
 log = logging.getLogger("stretto.enforcer")
 SETTLE_S = 5.0
 STRAY_S = 2.0
-"""Who has waited so long in a call between two iterations tells the others."""
+"""A rank that has waited this long in a call between two iterations tells the others."""
 
 
 class Enforcer:

@@ -92,7 +92,7 @@ class GlooCarrier(HostCarrier):
         self._interfaces = {name: config.devices for name, config in channels_of(os.environ).items()}
         self._lanes: dict[tuple[int, tuple[str, ...], tuple[int, ...]], GlooLane] = {}
         self._alive: weakref.WeakSet[GlooLane] = weakref.WeakSet()
-        """Those of unloaded plans that still run out, too."""
+        """All lanes, those of unloaded plans whose calls still run among them."""
         self._control = self._group("control", tuple(range(site.size)), ())
 
     def refusal(self, call: CollectiveCall, engine: Engine) -> str:

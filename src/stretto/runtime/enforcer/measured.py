@@ -18,7 +18,7 @@ from .trial import BLOCK, ROUNDS, SIDES, Side
 WINDOW, LEAST_WINDOW, WINDOW_US = 32, 5, 2e6
 """Iterations that a report looks back on; fewer where they are long, so that a change is soon seen."""
 RECENT = 4
-"""Of so many iterations the begin is remembered: motifs may run ahead of theirs, or late."""
+"""How many begins of iterations are remembered: a motif may run before or after its own iteration."""
 
 
 class MotifTimes:

@@ -58,7 +58,7 @@ class MessageSubmission(BaseSubmission):
         try:
             self.inner = self._plain()
         except Exception as error:
-            # Whoever waits for the message gets it; the plan goes on.
+            # The error goes to the call that waits for the message; the plan goes on.
             self.error = error
         self.let_go()
         self.begun.set()

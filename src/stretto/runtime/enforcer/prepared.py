@@ -22,7 +22,7 @@ from .submission import ONE_TENSOR
 USUAL_BYTES = 4
 """Reductions are mostly of float32; for other types programs are made when the first call comes."""
 MAX_BOUND = 4096
-"""Of ops whose size follows the data, so many sizes are remembered."""
+"""How many sizes of ops whose size follows the data are remembered."""
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 ONE_SIDED = ("gather", "scatter")
 """Only the root has the larger buffer."""

@@ -25,7 +25,7 @@ SERIAL = "serial"
 
 BRIEF_US = 500.0
 OUTWARD, INWARD = ">", "<"
-"""Of a channel, at one rank."""
+"""The two directions of a channel at one rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ class Timing:
 
     @classmethod
     def of(cls, times_us: Sequence[float]) -> Timing | None:
-        """Of these iterations; None of none.
+        """The timing of these iterations; None where there are none.
 
         >>> Timing.of([4.0, 2.0, 3.0, 1.0, 100.0])
         Timing(median_us=3.0, low_us=2.0, high_us=4.0, iterations=5)

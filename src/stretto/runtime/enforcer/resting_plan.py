@@ -19,7 +19,7 @@ RETURNS = 3
 WHOLE = 2
 """Iterations in a row that must be as recorded before it is."""
 PATIENCE = 20
-"""So many iterations without one that is as recorded, and the plan is given up."""
+"""After this many iterations none of which is as recorded, the plan is given up."""
 MOST_STRAYS = 1000
 """So many calls in a row that are not of the step, and it is not an evaluation any more (or `PATIENCE` iterations')."""
 

@@ -30,7 +30,7 @@ from .rank_plan import RankMotif, RankOp
 
 WAITING, RUNNING, MOVED, ENDED = range(4)
 TOGETHER = 8
-"""So many brief motifs may be under way on a channel."""
+"""How many brief motifs may be on the wire of a channel at once."""
 UNKNOWN: Any = object()
 """Memory that has not been laid out yet."""
 Plain = Callable[[], GroupWork]
@@ -199,7 +199,7 @@ class QueuedOp:
             return
         callbacks, self.callbacks = self.callbacks, []
         for callback in callbacks:
-            # Who has asked to be told may fail by himself; the plan goes on.
+            # A callback of the application may raise; the plan goes on.
             with contextlib.suppress(Exception):
                 callback()
 
@@ -397,7 +397,7 @@ class Sequencer:
         if not self._waiting:
             return
         if self._holds_back():
-            # Who looks at the end of a motif may be late.
+            # The thread that looks at the end of a motif may be late.
             self._held_since_us = self._held_since_us or max(at_us or now_us(), self._submitted_us)
         elif self._held_since_us:
             self._held_us += max(now_us() - self._held_since_us, 0.0)

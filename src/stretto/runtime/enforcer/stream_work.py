@@ -84,7 +84,7 @@ class StreamSubmission(StagedSubmission):
         self.begun = event_of()
         self.begun.record(self.stream)
         self.ends: dict[int, Event] = {}
-        """Of its motifs; in the end what is to be waited for."""
+        """The event at the end of each motif; the application waits for those that are left."""
         call = queued.call
         assert call is not None
         self._kept: list[torch.Tensor] = [*call.inputs, *call.outputs]

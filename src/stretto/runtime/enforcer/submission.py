@@ -63,7 +63,7 @@ class BaseSubmission(ABC):
         self.instead: GroupWork | None = None
         """What runs in plain order after all."""
         self._ended: dict[int, Callable[[float | None], None]] | None = None
-        """Of motifs that are recorded."""
+        """For each motif that is recorded, what to call at its end."""
 
     @abstractmethod
     def start(self, motif: QueuedMotif) -> ActiveMotif | None:

@@ -43,7 +43,7 @@ TICK_S = 0.2
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.5
 """Before a rank connects again."""
 Address = str | tuple[str, int]
-"""Of a Unix socket, or of a host."""
+"""The address of a Unix socket, or host and port."""
 
 
 class OutOfResources(StrettoError):
@@ -111,7 +111,7 @@ class Handshakes:
         self._callers: dict[int, socket.AddressFamily] = {}
         """From where higher ranks connect whose handshake has not ended."""
         self._strangers: dict[_Link, None] = {}
-        """Who has connected and proved nothing, the oldest first."""
+        """Connections that have not proved to know the token, the oldest first."""
         self._claimed: set[int] = set()
         """Ranks that somebody without the token has said to be."""
 

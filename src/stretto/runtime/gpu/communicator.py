@@ -36,7 +36,7 @@ MAX_BLOCKS = 32
 LL_BYTES = 2 << 20
 """Divided by the ranks: up to here `load` takes packets by itself for tensors that are not."""
 BLOCKS_PER_SM = 1
-"""Of 512 threads with 128 registers: what the kernel is compiled for."""
+"""The blocks that fit on a multiprocessor: 512 threads with 128 registers each, as the kernel is compiled."""
 FLAG_BYTES = 4 * MAX_RANKS
 
 

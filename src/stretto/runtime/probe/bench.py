@@ -29,7 +29,7 @@ PAIR = ("all_reduce", "all_to_all")
 """What is also timed side by side, on two channels: the pair of a DLRM step (SYNDICATE, figure 18)."""
 SIZES = (64 * KB, 512 * KB, 4 * MB)
 BEST = 3
-"""So many algorithms of each motif and size are timed, the best by simulation."""
+"""How many algorithms of each motif and size are timed: the best by simulation."""
 TIMES = 5
 LONG_US = 200_000.0
 """What takes longer than this is timed twice only."""

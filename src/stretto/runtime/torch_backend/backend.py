@@ -431,7 +431,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
             return self._run_plainly(call, method, args, tensors, opts)
 
         def plainly(*, own: bool | None = None) -> dist.Work:
-            # Whoever enforces plans looks into waits that take long, for which it needs a work of ours.
+            # The enforcer looks into waits that take long, for which it needs a work of ours.
             return self._run_plainly(call, method, args, tensors, opts, as_ours=own is None, own=own)
 
         def run() -> dist.Work:

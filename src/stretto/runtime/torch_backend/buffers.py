@@ -76,7 +76,7 @@ class CollectiveCall:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """One that every rank has, of the same size."""
+        """A tensor that every rank has, of the same size on all."""
         return self.outputs[0] if self.op in ("scatter", "reduce_scatter") else self.inputs[0]
 
     @classmethod

@@ -252,7 +252,7 @@ class Job:
         self.max_communicators = load_native().max_communicators if executor is not None else 0
         self.next = self.generation = 0
         self.engines: list[Engine] = []
-        """Of all groups that are in use."""
+        """The engines of all groups that are in use."""
         self._owner: Engine | None = None
         self._in_use: set[int] = set()
         self._had: dict[int, frozenset[int]] = {}

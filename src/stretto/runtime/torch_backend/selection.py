@@ -40,7 +40,7 @@ SMALLEST_BYTES = 256
 MAX_SIMULATED = 64
 """Over more ranks, simulating the library would hold up the first call for too long."""
 SHORTLIST = 5
-"""So many are simulated in full: those that are best when every chunk is one message."""
+"""How many candidates are simulated in full: those that are best when every chunk is one message."""
 MAX_SLICES = 16
 """More slices than these behave alike."""
 STRAIGHT = "direct"
