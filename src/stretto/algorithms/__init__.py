@@ -4,7 +4,10 @@
 `base.Algorithm` says what a module has to hold; `registry.NAMES` lists the modules.
 """
 
-from .base import Algorithm, collective_kind
+from .base import Algorithm, Ranks, Steps, choose, collective_kind, devices_of, label, placement, unless
 from .registry import NAMES, algorithm, algorithms, defined_for
 
-__all__ = ["NAMES", "Algorithm", "algorithm", "algorithms", "collective_kind", "defined_for"]
+__all__ = [
+    "NAMES", "Algorithm", "Ranks", "Steps", "algorithm", "algorithms", "choose", "collective_kind", "defined_for",
+    "devices_of", "label", "placement", "unless",
+]  # fmt: skip
