@@ -213,6 +213,7 @@ bool Chain::change_option(State& next) {
   if (movable_.empty()) return false;
   int32_t op = pick_op();
   if (p_.options(op) < 2) op = movable_[random_.below((int64_t)movable_.size())];
+  if (random_.chance(0.2) && swap_options(next, op)) return true;
   int32_t old = next.choice[op], to = random_.below(p_.options(op) - 1);
   to += to >= old;
   set_option(next, op, to);
@@ -223,6 +224,16 @@ bool Chain::change_option(State& next) {
     for (int32_t other : alike_[alike_of_[op]])
       if (next.choice[other] != to && (everywhere || p_.set[other] == p_.set[op])) set_option(next, other, to);
   }
+  return true;
+}
+
+// An op gives its option to another one that is alike and takes that one's: the load of all channels stays as it is.
+bool Chain::swap_options(State& next, int32_t op) {
+  const std::vector<int32_t>& others = alike_[alike_of_[op]];
+  int32_t other = others[random_.below((int64_t)others.size())];
+  int32_t mine = next.choice[op], theirs = next.choice[other];
+  if (p_.set[other] != p_.set[op] || mine == theirs) return false;
+  set_option(next, op, theirs), set_option(next, other, mine);
   return true;
 }
 

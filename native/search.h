@@ -76,6 +76,7 @@ class Chain {
   int32_t any_op() { return comm_[random_.below((int64_t)comm_.size())]; }
   int32_t pick_op();
   bool change_option(State& next);
+  bool swap_options(State& next, int32_t op);
   void set_option(State& next, int32_t op, int32_t to);
   void find_alike();
   bool reverse_wait(State& next);

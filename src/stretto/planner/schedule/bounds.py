@@ -8,11 +8,13 @@
   prices come from a linear program, and any prices are valid.
 * Between an op and the same op an iteration later, communication that has to come after the one and before the other
   must fit with what lies before and after it. The load of its channels and links, priced as before, adds to both.
+* All of these have to hold with the *same* options: prices on circles and windows, too (`relaxation`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 
@@ -20,14 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ... import _native
-from ...workload import Op
 from ...workload.ordering import few
-from ..algebra.nodes import Nodes, is_queued, nodes_of
+from ..algebra.nodes import Nodes, nodes_of
 from .problem import Option, PlanProblem
-from .resources import Ends, op_ends
+from .relaxation import Circle, Relaxed, WindowLoads, relax, resource_loads
 
-MAX_LP_TERMS = 200_000
-MAX_CHANNELS = 256
 MAX_BETWEEN_OPS = 1000
 MAX_FROM = 24
 """The number of compute-ops, and of thresholds, from which load is counted; fewer only weaken the bound."""
@@ -40,6 +39,8 @@ class PeriodBound:
     us: float
     why: str
     arguments: dict[str, float] = field(default_factory=dict)
+    relaxed: Relaxed | None = field(default=None, repr=False, compare=False)
+    """The options in shares that the bound could do with: a hint where to search."""
 
 
 def lower_bound(problem: PlanProblem, *, serial: bool = False) -> PeriodBound:
@@ -51,181 +52,147 @@ def lower_bound(problem: PlanProblem, *, serial: bool = False) -> PeriodBound:
     (8.118, 'channel load between forward and the next')
     """
     nodes = nodes_of(problem.workload)
-    fastest = _fastest(problem, nodes)
-    circle_us, circle = _circles(problem, nodes, fastest)
-    loads = _loads(problem, serial)
-    prices = _prices(loads)
-    between_us, between = _between(problem, nodes, fastest, loads, prices)
+    option_us = _option_us(problem)
+    fastest = np.array([float(us.min()) for us in option_us])
+    find = _circle_finder(nodes)
+    _, circle_us, names = find(fastest)
+    loads = resource_loads(problem, serial)
+    windows = _windows(problem, nodes, fastest)
+    stream_us = max(nodes.stream_us, default=0.0)
+    relaxed = relax(loads, option_us, stream_us, lambda us: find(us)[0], windows)
+    least = [loads.least(price) for price in relaxed.prices]
+    between_us, between = max((windows.longest(each) for each in least), default=(0.0, "an op"))
     found = {
-        "compute stream": max(nodes.stream_us, default=0.0),
-        f"circle of waiting: {', '.join(few(circle))}": circle_us,
-        "channel load": max((loads.paid(price) for price in prices), default=0.0),
+        "compute stream": stream_us,
+        f"circle of waiting: {', '.join(few(_op_names(problem, nodes, names)))}": circle_us,
+        "channel load": max((float(each.sum()) for each in least), default=0.0),
         f"channel load between {between} and the next": between_us,
     }
     why = max(found, key=lambda name: found[name])
-    return PeriodBound(us=found[why], why=why, arguments=found)
+    together = "channel load and waiting together, with one option for each"
+    if relaxed.us > found[why] * (1 + 1e-9):
+        why = together
+    found[together] = relaxed.us if why == together else min(relaxed.us, found[why])
+    return PeriodBound(us=found[why], why=why, arguments=found, relaxed=relaxed)
 
 
 def least_us(option: Option) -> float:
-    """A lower bound on an option's time: its longest chain of tasks, or its busiest channel."""
+    """A lower bound on an option's time: its longest chain of tasks, or a channel with what lies before and after.
+
+    >>> from stretto.planner.schedule.problem import MotifTask
+    >>> def task(channel, us, *after):
+    ...     return MotifTask(motif="m", algorithm="a", channels=(channel,), duration_us=us, after=after)
+    >>> inside, across = task("x", 1.0), task("y", 3.0)
+    >>> segments = (inside, task("y", 3.0, 0), task("x", 1.0), task("y", 3.0, 2))
+    >>> least_us(Option(name="two segments", expression="", tasks=segments))
+    7.0
+    """
+    tasks = option.tasks
     ends: list[float] = []
-    load: dict[str, float] = defaultdict(float)
-    for task in option.tasks:
+    for task in tasks:
         ends.append(max((ends[at] for at in task.after), default=0.0) + task.duration_us)
+    tails = [0.0] * len(tasks)
+    for at in range(len(tasks) - 1, -1, -1):
+        for before in tasks[at].after:
+            tails[before] = max(tails[before], tails[at] + tasks[at].duration_us)
+    load: dict[str, float] = defaultdict(float)
+    head: dict[str, float] = {}
+    tail: dict[str, float] = {}
+    for task, end, after in zip(tasks, ends, tails, strict=True):
         for channel in set(task.channels):
             load[channel] += task.duration_us
-    return max(*ends, *load.values())
+            head[channel] = min(head.get(channel, end), end - task.duration_us)
+            tail[channel] = min(tail.get(channel, after), after)
+    return max(*ends, *(head[channel] + us + tail[channel] for channel, us in load.items()))
 
 
-def _fastest(problem: PlanProblem, nodes: Nodes) -> list[float]:
-    """The least time of each node."""
-    known: dict[int, float] = {}
+def _option_us(problem: PlanProblem) -> list[NDArray[np.float64]]:
+    """The least time of each option of each comm-op."""
+    known: dict[int, NDArray[np.float64]] = {}
     found = []
-    for at, place, us in zip(nodes.op, nodes.place, nodes.us, strict=True):
-        if place < 0:
-            options = problem.options[problem.workload.ops[at].name]
-            if id(options) not in known:
-                known[id(options)] = min(least_us(option) for option in options)
-            us = known[id(options)]
-        found.append(us)
+    for op in problem.workload.comm_ops:
+        options = problem.options[op.name]
+        if id(options) not in known:
+            known[id(options)] = np.array([least_us(option) for option in options])
+        found.append(known[id(options)])
     return found
 
 
-def _circles(problem: PlanProblem, nodes: Nodes, fastest: list[float]) -> tuple[float, list[str]]:
-    """The largest ratio of duration to lag, with every comm-op as fast as possible and on channels of its own."""
+def _op_names(problem: PlanProblem, nodes: Nodes, circle: list[int]) -> list[str]:
+    """The names of a circle's ops, that of the first in the program first."""
     workload = problem.workload
-    count = len(nodes.op)
-    none = np.zeros(0, np.int32)
-    zeros = np.zeros(1, np.int64)
-    native = _native.ScheduleProblem(
-        comm=np.zeros(count, np.uint8), duration_us=np.array(fastest, np.float64),
-        stream_ptr=np.cumsum([0, *(stream >= 0 for stream in nodes.stream)], dtype=np.int64),
-        stream=np.array([stream for stream in nodes.stream if stream >= 0], np.int32), num_streams=nodes.num_streams,
-        dep_ptr=np.cumsum([0, *(len(row) for row in nodes.waits)], dtype=np.int64),
-        dep_op=np.array([node for row in nodes.waits for node, _ in row], np.int32),
-        dep_lag=np.array([lag for row in nodes.waits for _, lag in row], np.int32),
-        set=np.full(count, -1, np.int32), line=np.full(count, -1, np.int32),
-        option_ptr=zeros, task_ptr=zeros, task_us=np.zeros(0), inner_ptr=zeros, inner=none, held_ptr=zeros,
-        held=none, held_us=np.zeros(0), serial_ptr=zeros, serial=none, num_resources=0, anchor=0,
-    )  # fmt: skip
-    us, _, _, _, critical, _, _, _ = native.replay(np.zeros(count, np.int32), none, none, False, 2)
-    names = list(dict.fromkeys(workload.ops[nodes.op[node]].name for node in critical))
+    names = list(dict.fromkeys(workload.ops[nodes.op[node]].name for node in circle))
     first = names.index(min(names, key=lambda name: workload.index[name])) if names else 0
-    return us, [*names[first:], *names[:first]] or ["one stream's own"]
+    return [*names[first:], *names[:first]] or ["one stream's own"]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Loads:
-    """The time that options take of every channel and link; equal ops share a table with a row for each option."""
+def _circle_finder(nodes: Nodes) -> Callable[[NDArray[np.float64]], tuple[Circle | None, float, list[int]]]:
+    """A function from the times of comm-ops, each on channels of its own, to the longest circle of waiting."""
+    count = len(nodes.op)
+    none, zeros = np.zeros(0, np.int32), np.zeros(1, np.int64)
+    comm = {node: at for at, node in enumerate(node for node, place in enumerate(nodes.place) if place < 0)}
+    at_nodes, us = np.array(list(comm), np.int64), np.array(nodes.us, np.float64)
+    stream_ptr = np.cumsum([0, *(stream >= 0 for stream in nodes.stream)], dtype=np.int64)
+    stream = np.array([stream for stream in nodes.stream if stream >= 0], np.int32)
+    dep_ptr = np.cumsum([0, *(len(row) for row in nodes.waits)], dtype=np.int64)
+    dep_op = np.array([node for row in nodes.waits for node, _ in row], np.int32)
+    dep_lag = np.array([lag for row in nodes.waits for _, lag in row], np.int32)
 
-    tables: list[NDArray[np.float64]]
-    of_op: list[int]
-    """The table of each comm-op."""
-    count: int
-    """The number of channels and links that differ."""
+    def find(comm_us: NDArray[np.float64]) -> tuple[Circle | None, float, list[int]]:
+        durations = us.copy()
+        durations[at_nodes] = comm_us
+        native = _native.ScheduleProblem(
+            comm=np.zeros(count, np.uint8), duration_us=durations, stream_ptr=stream_ptr, stream=stream,
+            num_streams=nodes.num_streams, dep_ptr=dep_ptr, dep_op=dep_op, dep_lag=dep_lag,
+            set=np.full(count, -1, np.int32), line=np.full(count, -1, np.int32),
+            option_ptr=zeros, task_ptr=zeros, task_us=np.zeros(0), inner_ptr=zeros, inner=none, held_ptr=zeros,
+            held=none, held_us=np.zeros(0), serial_ptr=zeros, serial=none, num_resources=0, anchor=0,
+        )  # fmt: skip
+        ratio, _, _, _, critical, _, _, _ = native.replay(np.zeros(count, np.int32), none, none, False, 2)
+        circle: list[int] = critical.tolist()
+        if not circle or not ratio > 0:
+            return None, float(ratio), circle
+        counts: dict[int, int] = {}
+        for node in circle:
+            if node in comm:
+                counts[comm[node]] = counts.get(comm[node], 0) + 1
+        compute_us = float(sum(us[node] for node in circle if node not in comm))
+        lag = round(float(durations[circle].sum()) / ratio)
+        return Circle(us=float(ratio), counts=counts, compute_us=compute_us, lag=lag), float(ratio), circle
 
-    def least(self, price: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The price of each comm-op's cheapest option."""
-        each = np.array([float((table @ price).min()) for table in self.tables])
-        return each[self.of_op] if self.of_op else np.zeros(0)
-
-    def paid(self, price: NDArray[np.float64]) -> float:
-        """The least total price of all comm-ops."""
-        return float(self.least(price).sum())
-
-
-def _loads(problem: PlanProblem, serial: bool) -> _Loads:
-    workload = problem.workload
-    known: dict[tuple[int, Ends, bool], int] = {}
-    of_op: list[int] = []
-    first: list[Op] = []
-    ends = op_ends(workload)
-    for op in workload.comm_ops:
-        key = (id(problem.options[op.name]), ends[workload.index[op.name]], serial and is_queued(op))
-        of_op.append(known.setdefault(key, len(known)))
-        if len(known) > len(first):
-            first.append(op)
-    all_options = [problem.options[op.name] for op in first]
-    tasks = [task for options in all_options for option in options for task in option.tasks]
-    channels = {c: at for at, c in enumerate(sorted({c for task in tasks for c in task.channels}))}
-    num_links = 1 + max((link for task in tasks for link, _ in task.shared), default=-1)
-    # Ends that the same ops use have equal loads, so one of them stands for all.
-    users: dict[int, list[int]] = defaultdict(list)
-    for at, (_, held, _) in enumerate(known):
-        for end in held:
-            users[end].append(at)
-    lead = {tuple(row): end for end, row in sorted(users.items(), reverse=True)}
-    column = {end: at for at, end in enumerate(sorted(lead.values()))}
-    tables = []
-    for options, (_, held, queued) in zip(all_options, known, strict=True):
-        table = np.zeros((len(options), len(column), len(channels) + 1))
-        links = np.zeros((len(options), num_links))
-        where = [column[end] for end in held if end in column]
-        for row, on_links, option in zip(table, links, options, strict=True):
-            for task in option.tasks:
-                columns = [channels[c] for c in set(task.channels)] + ([len(channels)] if queued else [])
-                row[np.ix_(where, columns)] += task.duration_us
-                for link, us in task.shared:
-                    on_links[link] += min(us, task.duration_us)
-        tables.append(np.concatenate([table.reshape(len(options), -1), links], axis=1))
-    if not tables:
-        return _Loads(tables=[], of_op=[], count=0)
-    # Channels that every option loads equally (the same channel at many places) are merged.
-    kept = np.unique(np.concatenate(tables), axis=1, return_index=True)[1]
-    return _Loads(tables=[table[:, kept] for table in tables], of_op=of_op, count=len(kept))
+    return find
 
 
-def _prices(loads: _Loads) -> list[NDArray[np.float64]]:
-    """Prices worth trying: each channel alone, and the best mixture for all communication together."""
-    count = loads.count
-    if not count:
-        return []
-    alone = list(np.eye(count)) if count <= MAX_CHANNELS else []
-    if count > 1 and sum(map(len, loads.tables)) * count > MAX_LP_TERMS:
-        return [np.full(count, 1.0 / count), *alone]
-    from ...solvers.milp import Milp, solve
-
-    model = Milp()
-    prices = [model.column(upper=1.0) for _ in range(count)]
-    model.row(dict.fromkeys(prices, 1.0), lower=1.0, upper=1.0)
-    scale = max(float(table.max()) for table in loads.tables) or 1.0
-    for number, table in enumerate(loads.tables):
-        paid = model.column(cost=-float(loads.of_op.count(number)))
-        for row in table:
-            terms = {price: -float(us) / scale for price, us in zip(prices, row, strict=True) if us}
-            model.row({paid: 1.0, **terms}, upper=0.0)
-    values = solve(model, limit_s=10.0).values
-    if values is None:
-        return alone
-    # Prices that sum to one are valid whatever the solver's tolerance, so they are normalized.
-    best = np.maximum(values[prices], 0.0)
-    return [best / best.sum(), *alone]
-
-
-def _between(
-    problem: PlanProblem, nodes: Nodes, fastest: list[float], loads: _Loads, prices: list[NDArray[np.float64]]
-) -> tuple[float, str]:
-    """The longest wait from a compute-op to its next iteration, including the load that has to fit between."""
+def _windows(problem: PlanProblem, nodes: Nodes, fastest: NDArray[np.float64]) -> WindowLoads:
+    """Windows from a compute-op to its next iteration, with the comm-ops that have to run inside."""
     compute = [node for node, place in enumerate(nodes.place) if place >= 0]
     comm = [node for node, place in enumerate(nodes.place) if place < 0]
-    if not compute or not comm or len(nodes.op) > MAX_BETWEEN_OPS:
-        return 0.0, "an op"
-    cost = np.stack([loads.least(price) for price in prices], axis=1)
-    graph = _Unrolled(nodes, fastest)
-    best, name = 0.0, "an op"
-    for op in compute[:: max(1, len(compute) // MAX_FROM)]:
-        before, after = graph.around(op)
-        heads = np.array([before[i][at] for i in (0, 1) for at in comm])
-        tails = np.array([after[i][at] for i in (0, 1) for at in comm])
-        twice = np.concatenate([cost, cost])
-        inside = (heads > -np.inf) & (tails > -np.inf)
-        for head in np.unique(heads[inside])[:MAX_FROM]:
-            for tail in np.unique(tails[inside & (heads >= head)])[:MAX_FROM]:
-                fits = inside & (heads >= head) & (tails >= tail)
-                us = float(heads[fits].min() + tails[fits].min() + twice[fits].sum(axis=0).max())
-                if us > best:
-                    best, name = us, problem.workload.ops[nodes.op[op]].name
-    return best, name
+    around: list[float] = []
+    counts: list[NDArray[np.float64]] = []
+    names: list[str] = []
+    known: set[tuple[float, bytes]] = set()
+    if compute and comm and len(nodes.op) <= MAX_BETWEEN_OPS:
+        times = np.array(nodes.us, np.float64)
+        times[comm] = fastest
+        graph = _Unrolled(nodes, times.tolist())
+        for op in compute[:: max(1, len(compute) // MAX_FROM)]:
+            before, after = graph.around(op)
+            heads = np.array([before[i][at] for i in (0, 1) for at in comm])
+            tails = np.array([after[i][at] for i in (0, 1) for at in comm])
+            inside = (heads > -np.inf) & (tails > -np.inf)
+            for head in np.unique(heads[inside])[:MAX_FROM]:
+                for tail in np.unique(tails[inside & (heads >= head)])[:MAX_FROM]:
+                    fits = inside & (heads >= head) & (tails >= tail)
+                    us = float(heads[fits].min() + tails[fits].min())
+                    twice = fits.reshape(2, -1).sum(axis=0)
+                    key = (us, twice.tobytes())
+                    if key not in known:
+                        known.add(key)
+                        around.append(us)
+                        counts.append(twice.astype(np.float64))
+                        names.append(problem.workload.ops[nodes.op[op]].name)
+    table = np.stack(counts) if counts else np.zeros((0, len(comm)))
+    return WindowLoads(around_us=np.array(around), counts=table, names=tuple(names))
 
 
 class _Unrolled:

@@ -34,6 +34,8 @@ SLICE_S = 0.1
 """Seconds that one call into the native module should take; between calls progress is shown and Ctrl-C noticed."""
 MAX_TIDY = 2000
 """The largest number of options of a problem for which the plan found is simplified."""
+MIXED_STARTS = 3
+"""Starts that take the options of the lower bound's linear program."""
 PATIENCE = 0.1
 """The share of the budget before which no search is stopped for want of progress."""
 BETA = {"stretto": 2000.0, "syndicate": 200.0}
@@ -124,6 +126,8 @@ def search(
         seed % (1 << 63), threads,
     )  # fmt: skip
     _start(run, scheduler, joint, discipline, serial, start)
+    if joint:
+        _start_mixed(run, scheduler, bound, seed)
     loop = _Loop(run, scheduler, bound, joint, budget_s, steps, chains if joint else 1, begun)
     start_us = loop.best
     try:
@@ -244,6 +248,23 @@ def _start(
         shift[[at[task] for task in plan.order]] = plan.shift
         order = np.array([at[task] for task in plan.order], np.int32)
         run.start_ordered(scheduler._native_choice(scheduler.choice(plan.choice)), order, shift)
+
+
+def _start_mixed(run: _native.ScheduleSearch, scheduler: Scheduler, bound: PeriodBound, seed: int) -> None:
+    """The options by which the bound could be reached: those with the largest shares, and some drawn by their shares.
+
+    They balance the load of channels, which changes of single options from elsewhere take long to do.
+    """
+    if bound.relaxed is None or bound.relaxed.mix is None:
+        return
+    draw = np.random.default_rng(seed)
+    shares = [np.maximum(mix, 0.0) for mix in bound.relaxed.mix]
+    for number in range(MIXED_STARTS):
+        chosen = tuple(
+            int(share.argmax()) if number == 0 else int(draw.choice(len(share), p=share / share.sum()))
+            for share in shares
+        )
+        run.start_listed(scheduler._native_choice(chosen), DISCIPLINES.index("critical_path"))
 
 
 def _schedule(run: _native.ScheduleSearch, scheduler: Scheduler, serial: bool, chain: int) -> StepSchedule:
