@@ -14,12 +14,13 @@ constexpr int32_t kFew = 256;    // nodes that are sorted by moving them one by 
 constexpr int32_t kMany = 4096;  // nodes that are walked in the order of their waits
 constexpr int32_t kCompute = -1, kJoin = -2;
 
-// Follows parents from every node; the nodes of a circle, each followed by its parent, else nothing.
+// Follows parents from every node, or from those given; the nodes of a circle, each followed by its parent, else nothing.
 bool circle_of_parents(int32_t n, const std::vector<int32_t>& parent, std::vector<int32_t>& mark,
-                       std::vector<int32_t>& circle) {
+                       std::vector<int32_t>& circle, const std::vector<int32_t>* nodes = nullptr) {
   mark.assign(n, -1);
-  for (int32_t from = 0; from < n; from++) {
-    int32_t v = from;
+  const int32_t count = nodes ? (int32_t)nodes->size() : n;
+  for (int32_t from = 0; from < count; from++) {
+    int32_t v = nodes ? (*nodes)[from] : from;
     while (v >= 0 && mark[v] < 0) mark[v] = from, v = parent[v];
     if (v < 0 || mark[v] != from) continue;
     circle.clear();
@@ -417,6 +418,7 @@ double Evaluator::fifo(int32_t iterations) {
 // of the one before.
 void Evaluator::order_edges() {
   more_.clear(), more_begin_.assign(n_, 0), more_end_.assign(n_, 0);
+  more_to_.clear(), more_next_.clear(), more_first_.assign(n_, -1);
   std::fill(load_.begin(), load_.end(), 0.0);
   for (int32_t v : sequence)
     each_hold(v, [&](int32_t r, double us) { last_[r] = v, last_us_[r] = us, last_wrap_[r] = 1, load_[r] += us; });
@@ -427,13 +429,106 @@ void Evaluator::order_edges() {
       last_[r] = v, last_us_[r] = us, last_wrap_[r] = 0;
       for (size_t e = begin; e < more_.size(); e++)
         if (more_[e].node == edge.node && more_[e].lag <= edge.lag && more_[e].us >= edge.us) return;
+      more_to_.push_back(v), more_next_.push_back(more_first_[edge.node]);
+      more_first_[edge.node] = (int32_t)more_.size();
       more_.push_back(edge);
     });
     more_begin_[v] = (int64_t)begin, more_end_[v] = (int64_t)more_.size();
   }
 }
 
-bool Evaluator::find_cycle() { return circle_of_parents(n_, parent_, mark_, critical); }
+// What waits for v is looked at again: in this pass if its turn is still to come, else in the next.
+void Evaluator::disturb(int32_t v) {
+  const int32_t at = turn_[v];
+  auto mark = [&](int32_t w) {
+    int32_t k = turn_[w];
+    (k > at ? dirty_ : later_)[k / 64] |= 1ull << (k % 64);
+  };
+  for (int64_t e = out_ptr_[v]; e < out_ptr_[v + 1]; e++) mark(out_[e].node);
+  for (int32_t e = more_first_[v]; e >= 0; e = more_next_[e]) mark(more_to_[e]);
+}
+
+// Starts of v no earlier than its waits allow; whether that changed it.
+bool Evaluator::delay(int32_t v, double same) {
+  bool changed = false;
+  double best = time[v] + same;
+  auto relax = [&](const Edge& e) {
+    double to = time[e.node] + e.us - value * e.lag;
+    if (to > best) {
+      best = time[v] = to, parent_[v] = e.node, parent_lag_[v] = e.lag, parent_us_[v] = e.us, changed = true;
+    }
+  };
+  for (int64_t e = in_ptr_[v]; e < in_ptr_[v + 1]; e++) relax(in_[e]);
+  for (int64_t e = more_begin_[v]; e < more_end_[v]; e++) relax(more_[e]);
+  return changed;
+}
+
+// Delays all nodes in the order of the walk until none changes (false), or until some wait for each other (true): then
+// `critical` is that circle. Near the end only what waits for a changed node can change, and only that is looked at.
+bool Evaluator::wait_in_circle(bool near) {
+  const double same = kSame * value;
+  for (int32_t pass = 0; !near; pass++) {
+    bool changed = false;
+    for (int32_t v : walk_) changed |= delay(v, same);
+    if (!changed) return false;
+    if (pass > 0 && circle_of_parents(n_, parent_, mark_, critical)) return true;
+  }
+  turn_.resize(n_), moved_.clear();
+  for (int32_t k = 0; k < n_; k++) turn_[walk_[k]] = k;
+  dirty_.assign((size_t)n_ / 64 + 1, ~0ull), later_.assign(dirty_.size(), 0);
+  dirty_.back() = (1ull << (n_ % 64)) - 1;
+  for (int32_t pass = 0;; pass++) {
+    for (size_t word = 0; word < dirty_.size(); word++)
+      while (dirty_[word]) {
+        int32_t v = walk_[word * 64 + std::countr_zero(dirty_[word])];
+        dirty_[word] &= dirty_[word] - 1;
+        if (delay(v, same)) disturb(v), moved_.push_back(v);
+      }
+    if (moved_.empty()) return false;
+    // A circle that has just closed has a node that has just changed.
+    if (pass > 0 && circle_of_parents(n_, parent_, mark_, critical, &moved_)) return true;
+    dirty_.swap(later_), moved_.clear();
+  }
+}
+
+// Raises the period to the ratio of a circle that does not fit, until all fit; from given times, which nothing precedes,
+// or from the earliest possible.
+Outcome Evaluator::raise(double limit, const std::vector<double>* from) {
+  parent_.resize(n_), parent_lag_.resize(n_), parent_us_.resize(n_);
+  while (true) {
+    std::fill(parent_.begin(), parent_.end(), -1);
+    for (int32_t v = 0; v < n_; v++) {
+      if (local[v] == kJoin) time[v] = -std::numeric_limits<double>::infinity();
+      else time[v] = from ? (*from)[v] : task_[v] >= 0 ? -shift[v] * value : 0.0;
+    }
+    if (!wait_in_circle(from != nullptr)) return Outcome::found;
+    double length = 0;
+    int64_t lag = 0;
+    critical_lag.clear();
+    for (int32_t v : critical) {
+      length += parent_us_[v], lag += parent_lag_[v], critical_lag.push_back(parent_lag_[v]);
+    }
+    if (lag <= 0) return Outcome::deadlock;
+    // Rounding may find the circle again that has just set the period.
+    value = std::max(length / (double)lag, value * (1 + 1e-13));
+    if (value > limit) return Outcome::above_limit;
+  }
+}
+
+// The same from times that were right for a slightly different order with a period of `guess`: most orders that are
+// too slow show it there, and most others have a circle of about that length.
+Outcome Evaluator::raise_near(double limit, const std::vector<double>& from, double guess) {
+  const double least = value;
+  const std::vector<int32_t> full = critical;
+  for (double lower : {0.0, 1e-3}) {
+    value = std::max(least, guess * (1 - lower));
+    critical = full, critical_lag.clear();
+    Outcome outcome = raise(limit, &from);
+    if (outcome != Outcome::found || !critical_lag.empty() || value <= least) return outcome;
+  }
+  value = least, critical = full;
+  return raise(limit, nullptr);
+}
 
 // If the circle is one of waits of this order, the period is at least its ratio.
 void Evaluator::begin_at(const std::vector<PlaceOfNode>& circle, const std::vector<int32_t>& lags) {
@@ -476,8 +571,8 @@ void Evaluator::walk_by_waits() {
 }
 
 // Raises the period from the busiest resource's load to the ratio of a circle that does not fit, until all fit; then
-// `time` holds the earliest starts that repeat with it.
-Outcome Evaluator::period(double limit, const std::vector<PlaceOfNode>* circle, const std::vector<int32_t>* lags) {
+// `time` holds starts that repeat with it, the earliest unless it began near others.
+Outcome Evaluator::period(double limit, const Nearby& nearby) {
   order_edges();
   value = p_.stream_load;
   critical.clear(), critical_lag.clear();
@@ -488,49 +583,14 @@ Outcome Evaluator::period(double limit, const std::vector<PlaceOfNode>* circle, 
   if (full >= 0)
     for (int32_t v : sequence)
       if (mask(v)[full / 64] >> (full % 64) & 1) critical.push_back(v);
-  if (circle != nullptr) begin_at(*circle, *lags);
+  if (nearby.circle != nullptr) begin_at(*nearby.circle, *nearby.lags);
   else if (n_ >= kMany && !circle_lag_.empty()) begin_at(circle_, circle_lag_);
   if (value > limit) return Outcome::above_limit;
-  parent_.resize(n_), parent_lag_.resize(n_), parent_us_.resize(n_);
-  std::vector<double>& x = time;
-  while (true) {
-    for (int32_t v = 0; v < n_; v++) {
-      parent_[v] = -1;
-      x[v] = task_[v] >= 0 ? -shift[v] * value : local[v] == kJoin ? -std::numeric_limits<double>::infinity() : 0.0;
-    }
-    const double same = kSame * value;
-    bool changed = true, again = false;
-    for (int32_t pass = 0; changed; pass++) {
-      changed = false;
-      for (int32_t v : walk_) {
-        double best = x[v] + same;
-        auto relax = [&](const Edge& e) {
-          double to = x[e.node] + e.us - value * e.lag;
-          if (to > best) {
-            best = x[v] = to, parent_[v] = e.node, parent_lag_[v] = e.lag, parent_us_[v] = e.us, changed = true;
-          }
-        };
-        for (int64_t e = in_ptr_[v]; e < in_ptr_[v + 1]; e++) relax(in_[e]);
-        for (int64_t e = more_begin_[v]; e < more_end_[v]; e++) relax(more_[e]);
-      }
-      if (!changed || pass == 0 || !find_cycle()) continue;
-      double length = 0;
-      int64_t lag = 0;
-      critical_lag.clear();
-      for (int32_t v : critical) {
-        length += parent_us_[v], lag += parent_lag_[v], critical_lag.push_back(parent_lag_[v]);
-      }
-      if (lag <= 0) return Outcome::deadlock;
-      // Rounding may find the circle again that has just set the period.
-      value = std::max(length / (double)lag, value * (1 + 1e-13));
-      if (value > limit) return Outcome::above_limit;
-      again = true;
-      break;
-    }
-    if (!again) break;
-  }
-  double from = x[first_[p_.anchor]];
-  for (int32_t v = 0; v < n_; v++) x[v] -= from;
+  const bool known = !nearby.times || !critical_lag.empty();
+  Outcome outcome = known ? raise(limit, nearby.times) : raise_near(limit, *nearby.times, nearby.period);
+  if (outcome != Outcome::found) return outcome;
+  double from = time[first_[p_.anchor]];
+  for (int32_t v = 0; v < n_; v++) time[v] -= from;
   if (n_ >= kMany && !critical_lag.empty()) {
     circle_.clear(), circle_lag_ = critical_lag;
     for (int32_t v : critical) circle_.push_back(place_of(v));

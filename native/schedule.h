@@ -62,6 +62,15 @@ struct Problem {
   }
 };
 
+// What is known of an order that differs little, where to begin: the circle that sets its period, with the lag of each of
+// its waits (without it, on large steps, that of the last call); the times of this order's nodes there, and its period.
+struct Nearby {
+  const std::vector<PlaceOfNode>* circle = nullptr;
+  const std::vector<int32_t>* lags = nullptr;
+  const std::vector<double>* times = nullptr;
+  double period = 0;
+};
+
 enum class Discipline : int32_t { critical_path, lifo, priority, fifo };
 enum class Outcome : int32_t { found, above_limit, deadlock };
 
@@ -85,10 +94,8 @@ class Evaluator {
   void order_by(const std::vector<double>& key, double period);
   // Periodic order in program order, everything in its own iteration.
   void program_order();
-  // The steady-state period of the periodic order; gives up above the limit. A circle of another order, with the lag of
-  // each of its waits, is where to begin if it is one of this order too; on large steps that of the last call.
-  Outcome period(double limit = std::numeric_limits<double>::infinity(),
-                 const std::vector<PlaceOfNode>* circle = nullptr, const std::vector<int32_t>* lags = nullptr);
+  // The steady-state period of the periodic order; gives up above the limit.
+  Outcome period(double limit = std::numeric_limits<double>::infinity(), const Nearby& nearby = {});
   // All of list, extract and period; where the extracted order cannot be repeated, the unshifted one.
   double evaluate(int32_t iterations, Discipline discipline, const double* key_of_node, double key_per_iteration);
 
@@ -126,7 +133,11 @@ class Evaluator {
   void sort_walk(const std::vector<double>& key);
   void carry_walk();
   void begin_at(const std::vector<PlaceOfNode>& circle, const std::vector<int32_t>& lags);
-  bool find_cycle();
+  bool wait_in_circle(bool near);
+  Outcome raise(double limit, const std::vector<double>* from);
+  Outcome raise_near(double limit, const std::vector<double>& from, double guess);
+  bool delay(int32_t v, double same);
+  void disturb(int32_t v);
   void sort_lines();
   bool lines_keep_order();
   const uint64_t* mask(int32_t v) const { return &p_.mask[serial_][(size_t)task_[v] * p_.num_words]; }
@@ -174,6 +185,9 @@ class Evaluator {
   // period
   std::vector<int32_t> run_, merged_, walk_, parent_, parent_lag_, mark_, last_, last_wrap_;
   std::vector<int64_t> more_begin_, more_end_;
+  std::vector<int32_t> more_to_, more_next_, more_first_;  // the same edges from where they come from
+  std::vector<int32_t> turn_;                       // by node: its position in the walk
+  std::vector<uint64_t> dirty_, later_;             // by that position: to be looked at in this pass, and in the next
   std::vector<Edge> more_;                          // edges of the resources' order, by node
   std::vector<double> load_, phase_, key_, last_us_, parent_us_;
 };

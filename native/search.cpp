@@ -8,6 +8,7 @@
 namespace stretto::sched {
 namespace {
 constexpr double kNudge = 1e-6;  // of the period: just before or after
+constexpr int64_t kEarliest = 16; // accepted moves after which times of large steps are made the earliest again
 constexpr int32_t kMany = 4000;  // ops from which the period is looked for from the circle that set it before
 }
 
@@ -186,8 +187,11 @@ bool Chain::step_joint(double scale) {
     eval_.order_by(key_, now_.cost);
   }
   // The circle that sets the period now mostly does so after the move, too: to begin there saves most passes.
-  const std::vector<PlaceOfNode>* known = large && !now_.lag.empty() ? &now_.circle : nullptr;
-  if (!shifts_fit() || eval_.period(limit, known, &now_.lag) != Outcome::found) return false;
+  // So do most times, unless all tasks were listed anew; now and then they become the earliest again.
+  Nearby nearby;
+  if (large && !now_.lag.empty()) nearby.circle = &now_.circle, nearby.lags = &now_.lag;
+  if (large && !listed && accepted % kEarliest) nearby.times = &key_, nearby.period = now_.cost;
+  if (!shifts_fit() || eval_.period(limit, nearby) != Outcome::found) return false;
   bool better = eval_.value < best_.cost * (1 - 1e-12);
   // Waiting without any duration in it has no positive length, so the period alone does not notice it.
   if (better && !eval_.deadlock().empty()) return false;

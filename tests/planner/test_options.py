@@ -344,3 +344,17 @@ def test_more_sizes_hardly_need_more_simulations() -> None:
         return costs.simulations
 
     assert simulations(6) <= 1.2 * simulations(1)
+
+
+def test_patterns_inside_patterns_compute_the_same_as_the_whole() -> None:
+    op = Op(name="g", kind="all_reduce", nbytes=16384.0)
+    ranks = tuple(range(32))
+    whole = motif_of("all_reduce", ranks, 16384.0, 0)
+    nested = [
+        rewrite
+        for rewrite in rewrites(op, (ranks,), Cluster.preset("hgx2", nodes=4))
+        if sum(not step.startswith("segment") for step in rewrite.steps) > 1
+    ]
+    assert {rewrite.steps for rewrite in nested} >= {("hierarchical:local=8", "ring"), ("tree:n=8", "tree:n=2")}
+    for rewrite in nested:
+        check(rewrite.exprs[0], whole)

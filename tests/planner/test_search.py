@@ -18,7 +18,8 @@ def same(a: StepSchedule, b: StepSchedule) -> bool:
 @pytest.mark.parametrize("mode", MODES)
 def test_the_worked_example_is_solved(mode: str) -> None:
     found = search(figure6(), steps=3000, mode=mode)
-    assert found.start_us == 10.0
+    # Ours also starts from the options of the bound's linear program, which are already the best ones here.
+    assert found.start_us == (10.0 if mode == "syndicate" else 9.5)
     assert found.schedule.period_us == 9.5
     assert found.schedule.choice == (0, 0, 0, 1)
 

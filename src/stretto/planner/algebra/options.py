@@ -384,9 +384,8 @@ class Menu:
 def _name(rewrite: Rewrite, tasks: Sequence[MotifTask]) -> str:
     """A name such as ``ring/4 segments on nvlink+rdma`` or ``hierarchical(ring,direct) on nvlink, rdma``."""
     algorithms = ",".join(dict.fromkeys(task.algorithm for task in tasks))
-    pattern = next((step.partition(":")[0] for step in rewrite.steps if not step.startswith("segment")), "")
-    if pattern == "tree":
-        pattern = f"tree:{next(s for s in rewrite.steps if s.startswith('tree')).partition('=')[2]}"
+    patterns = [_pattern(step) for step in rewrite.steps if not step.startswith("segment")]
+    pattern = patterns[0] if len(patterns) == 1 else "+".join(patterns)
     text = algorithms if pattern in ("", "spline") else f"{pattern}({algorithms})"
     if rewrite.segments > 1:
         text += f"/{rewrite.segments} segments"
@@ -398,6 +397,12 @@ def _name(rewrite: Rewrite, tasks: Sequence[MotifTask]) -> str:
         counts[held] = counts.get(held, 0) + 1
     spread = pattern in ("", "spline") and len(counts) > 1
     return f"{text} on " + ", ".join(f"{count} {held}" if spread else held for held, count in counts.items())
+
+
+def _pattern(step: str) -> str:
+    """A step without its parameters, but for those that tell patterns apart: ``tree:4``, ``ring``."""
+    name, _, given = step.partition(":")
+    return f"tree:{given.partition('=')[2]}" if name == "tree" else name
 
 
 def _undominated(found: Sequence[Option], keep: Sequence[Option]) -> list[Option]:

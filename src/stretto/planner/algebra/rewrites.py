@@ -16,12 +16,18 @@ from ...errors import InvalidInput
 from ...workload import Op
 from ..costs.channels import Scope, scope_of
 from .motif import ROOTED, SHARDED, Expr, Motif, Seq, motif_of, par
-from .rules import parse_step, variants
+from .rules import apply, parse_step, variants
 from .spans import measure
 
 CHOICES = 2
 """The number of parameters that are tried of each rule; those that keep stages inside hosts or between come first."""
 MAX_PATTERNS = 8
+MAX_NESTED = 4
+"""The number of patterns whose all-reduces are rewritten once more."""
+NESTED_CUTS = 2
+"""The number of cuts into segments that are tried with them."""
+NESTED = ("ring", "tree")
+"""The rules for all-reduces inside a pattern."""
 MAX_TASKS = 64
 EVEN = 1.5
 """A rewrite is left out if its largest share is more than this many times the even share, which costs are based on."""
@@ -73,7 +79,8 @@ class _Sort:
 
 
 def rewrites(op: Op, groups: Groups, cluster: Cluster) -> Iterator[Rewrite]:
-    """The op as it is, cut into segments, in every pattern that a rule makes of it, and segments of those patterns.
+    """The op as it is, cut into segments, in every pattern that a rule makes of it, patterns inside patterns, and
+    segments of those.
 
     Args:
         op: the comm-op.
@@ -109,6 +116,21 @@ def rewrites(op: Op, groups: Groups, cluster: Cluster) -> Iterator[Rewrite]:
         if rewrite := made((cut,), exprs, segments=len(exprs[0].children)):
             yield rewrite
     yield from patterns
+    nested = _chosen_nested([
+        rewrite
+        for pattern in patterns
+        for second in _inner_steps(pattern.exprs)
+        if (rewrite := made((*pattern.steps, second), [_nested(expr, second) for expr in pattern.exprs]))
+    ])  # fmt: skip
+    yield from nested
+    for cut in cuts[:NESTED_CUTS]:
+        for first, second in (rewrite.steps for rewrite in nested):
+            try:
+                exprs = [_nested(parse_step(table[first][0])(table[cut][1]), second) for table in tables]
+            except InvalidInput:
+                continue
+            if rewrite := made((cut, first, second), exprs, segments=len(exprs[0].children)):
+                yield rewrite
     for cut in cuts:
         for (name,) in (pattern.steps for pattern in patterns):
             try:
@@ -117,6 +139,33 @@ def rewrites(op: Op, groups: Groups, cluster: Cluster) -> Iterator[Rewrite]:
                 continue
             if rewrite := made((cut, name), exprs, segments=len(exprs[0].children)):
                 yield rewrite
+
+
+def _inner_steps(exprs: Sequence[Expr]) -> list[str]:
+    """Rules that fit the all-reduces which a pattern keeps for what goes across: trees of trees, and rings."""
+    found: list[list[str]] = []
+    for expr in exprs:
+        inner = [leaf for leaf in expr.leaves if leaf.kind == "AR"]
+        widest = max(inner, key=lambda leaf: len(leaf.ranks), default=None)
+        found.append([step for step, _ in variants(widest, only=NESTED)] if widest is not None else [])
+    return [step for step in found[0] if all(step in other for other in found)]
+
+
+def _nested(expr: Expr, step: str) -> Expr:
+    """The expression with the step applied to its all-reduces."""
+    parsed = parse_step(step)
+    for path, leaf in list(expr.walk()):
+        if leaf.kind == "AR":
+            expr = apply(expr, parsed.rule, at=path, **parsed.parameters)
+    return expr
+
+
+def _chosen_nested(rewrites: Sequence[Rewrite]) -> list[Rewrite]:
+    """Those that differ from one another, and that use one fabric at a time if any does."""
+    by_exprs = {rewrite.exprs: rewrite for rewrite in reversed(rewrites)}
+    found = list(reversed(by_exprs.values()))
+    pure = [rewrite for rewrite in found if all(stage.scope != "mixed" for stage in rewrite.stages)]
+    return (pure or found)[:MAX_NESTED]
 
 
 def _sorts(op: Op, groups: Groups, cluster: Cluster) -> list[_Sort]:

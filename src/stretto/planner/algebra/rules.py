@@ -243,15 +243,27 @@ def parse_step(text: str) -> RewriteStep:
     return RewriteStep(rule=name, parameters=parameters, at=where if at else None)
 
 
-def variants(motif: Motif, hosts: Sequence[Sequence[int]] = ()) -> Iterator[tuple[str, Expr]]:
+def variants(
+    motif: Motif, hosts: Sequence[Sequence[int]] = (), only: Iterable[str] | None = None
+) -> Iterator[tuple[str, Expr]]:
     """Every registered rule with each of its parameters worth trying: the step as text, and the rewritten expression.
 
-    `hosts` lists the ranks of each host. Results that leave the motif unchanged are not listed.
+    Results that leave the motif unchanged are not listed.
+
+    Args:
+        motif: the motif.
+        hosts: the ranks of each host.
+        only: names of the rules that are tried; None tries all.
+
+    Returns:
+        Pairs of a step and an expression.
     """
     members = set(motif.ranks)
     local = tuple(tuple(rank for rank in host if rank in members) for host in hosts)
     local = tuple(group for group in local if group)
     for found in rules(motif.kind):
+        if only is not None and found.name not in only:
+            continue
         for parameters in found.choices(motif, local):
             changed = found(motif, **parameters)
             if changed != motif:

@@ -264,6 +264,6 @@ class _Program:
                 us += dual * row.constant_us
                 for unit, adds in row.adds.items():
                     paid[unit] += dual * adds
-        us += sum(float(each.min()) for each in paid)
+        us = float(us + sum(each.min() for each in paid))
         price = duals[: self._resources]
         return us, price / price.sum() if price.sum() > 0 else None
