@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.errors import InvalidInput, StrettoError
-from stretto.workload import COMM_KINDS, Dep, Op, Workload, files
+from stretto.workload import COMM_KINDS, PAIRWISE, Dep, Op, Workload, files
 from stretto.workload.dag import WHYS, Why
 
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=6)
@@ -44,9 +44,11 @@ def workloads(draw: st.DrawFn) -> Workload:
             times = tuple(draw(AMOUNTS) for _ in some or order) if timed else ()
             ops.append(Op(**common, ranks=some, durations_us=times))
             continue
-        size = 2 if kind == "send" else draw(st.integers(2, ranks))
+        size = 2 if kind in PAIRWISE else draw(st.integers(2, ranks))
         groups = tuple(tuple(order[start : start + size]) for start in range(0, ranks - size + 1, size))
-        whole = kind != "send" and draw(st.booleans())
+        if kind == "collective_permute" and draw(st.booleans()):
+            groups = tuple((order[at], order[(at + 1) % ranks]) for at in range(ranks))
+        whole = kind not in PAIRWISE and draw(st.booleans())
         nbytes, bound = draw(st.floats(1, 1e12)), draw(st.booleans())
         sized = kind == "all_to_all" and bound and draw(st.booleans())
         members = ranks if whole else len(groups) * size

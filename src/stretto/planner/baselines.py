@@ -307,7 +307,7 @@ def hand_optimised(run: BaselineRun) -> StepSchedule:
     All-to-alls come first (the embeddings wait for them), then gathers of parameters, then gradients, latest first; or
     ByteScheduler+'s order if that is better. Each order may try as much as ByteScheduler+ did.
     """
-    urgency = {"all_to_all": 0, "send": 0, "all_gather": 1, "broadcast": 1}
+    urgency = {"all_to_all": 0, "send": 0, "collective_permute": 0, "all_gather": 1, "broadcast": 1}
     problem, workload = run.problem, run.problem.workload
     names = sorted(
         (op.name for op in workload.comm_ops),

@@ -37,6 +37,7 @@ def write(workload: Workload, directory: str | Path) -> list[Path]:
     """
     if workload.num_ranks > MAX_RANK_FILES:
         raise InvalidInput(f"num_ranks: at most {MAX_RANK_FILES} files are written, not {workload.num_ranks}")
+    _refuse_permutes(workload)
     for op in workload.ops:
         for number, dep in enumerate(op.after):
             if workload.ranks_of(op).isdisjoint(workload.ranks_of(workload.op(dep.op))):
@@ -114,6 +115,12 @@ def _own_attr(op: Op, place: int) -> dict[str, Any]:
         "stretto_encoding": (op.encoding, op.encoding),
     }
     return {key: value for key, (value, wanted) in kept.items() if wanted}
+
+
+def _refuse_permutes(workload: Workload) -> None:
+    permute = next((op.name for op in workload.comm_ops if op.kind == "collective_permute"), None)
+    if permute is not None:
+        raise InvalidInput(f"{permute}: Chakra has no collective_permute; write it as sends")
 
 
 def _comm_attr(workload: Workload, op: Op, rank: int, names: dict[tuple[int, ...], str]) -> dict[str, Any]:

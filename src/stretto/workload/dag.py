@@ -24,8 +24,12 @@ MAX_CELLS = 1 << 25
 COMPUTE = "compute"
 COMM_KINDS = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send",
+    "collective_permute",
 )  # fmt: skip
-"""Kinds of a comm-op: the names of collectives, and ``send`` from the first to the second rank of each group."""
+"""Kinds of a comm-op: the names of collectives, and those of `PAIRWISE`."""
+PAIRWISE = ("send", "collective_permute")
+"""The kinds that move data from the first to the second rank of each group. In a collective-permute a rank may be the
+first of one group and the second of another, as in a ring."""
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 Why = Literal["data", "submit", "wait"]
@@ -176,11 +180,11 @@ class Workload:
         seen: set[tuple[object, ...]] = set()
         for at, op in enumerate(self.ops):
             # Micro-batches and layers repeat groups and ranks, mostly as the same objects: the first of each counts.
-            key = (op.kind == "send", id(_named(op)), id(op.durations_us))
+            key = (op.kind in PAIRWISE, id(_named(op)), id(op.durations_us))
             if key in seen or not (_named(op) or op.durations_us):
                 continue
             seen.add(key)
-            if op.kind == "send":
+            if op.kind in PAIRWISE:
                 for source, target in op.groups:
                     marks[source].append((at, 0.0))
                     marks[target].append((at, 1.0))
@@ -300,17 +304,25 @@ def _check_op(op: Op, num_ranks: int, where: str, checked: set[tuple[str, int]])
         size = min((len(group) for group in op.groups), default=num_ranks)
         if not 0 <= op.root < size:
             raise InvalidInput(f"{where}.root: must be a position 0..{size - 1} in the group, not {op.root}")
-    if not op.groups and (num_ranks < 2 or op.kind == "send"):
-        raise InvalidInput(f"{where}.groups: {'a send' if op.kind == 'send' else 'a comm-op of one rank'} needs groups")
+    if not op.groups and (num_ranks < 2 or op.kind in PAIRWISE):
+        what = f"a {op.kind}" if op.kind in PAIRWISE else "a comm-op of one rank"
+        raise InvalidInput(f"{where}.groups: {what} needs groups")
 
 
 def _check_groups(op: Op, num_ranks: int, where: str) -> None:
     taken: set[int] = set()
+    ends: tuple[set[int], set[int]] = (set(), set())
     for number, group in enumerate(op.groups):
         _check_ranks(group, num_ranks, f"{where}.groups[{number}]")
-        if len(group) < 2 or (op.kind == "send" and len(group) != 2):
-            wanted = "exactly 2" if op.kind == "send" else "at least 2"
+        if len(group) < 2 or (op.kind in PAIRWISE and len(group) != 2):
+            wanted = "exactly 2" if op.kind in PAIRWISE else "at least 2"
             raise InvalidInput(f"{where}.groups[{number}]: {wanted} ranks, not {len(group)}")
+        if op.kind == "collective_permute":
+            for rank, seen, what in zip(group, ends, ("sends", "receives"), strict=True):
+                if rank in seen:
+                    raise InvalidInput(f"{where}.groups[{number}]: rank {rank} {what} twice")
+                seen.add(rank)
+            continue
         if not taken.isdisjoint(group):
             raise InvalidInput(f"{where}.groups[{number}]: rank {min(taken & set(group))} is in two groups")
         taken.update(group)

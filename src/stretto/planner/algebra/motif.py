@@ -22,6 +22,8 @@ KINDS = {
 }  # fmt: skip
 """The motifs by their letters in the notation, and the comm-op that each is."""
 CODES = {kind: code for code, kind in KINDS.items()}
+COMM_CODES = {**CODES, "collective_permute": "SD"}
+"""The motif of each kind of comm-op: a collective-permute is a send in each of its pairs."""
 ROOTED = ("BC", "RE", "GA", "SC")
 SHARDED = ("RS", "AG", "GA", "SC")
 MAX_SIZE = 1 << 60
@@ -262,9 +264,10 @@ def motif_of(kind: str, ranks: Sequence[int], nbytes: float, root: int = 0) -> M
     Raises:
         InvalidInput: the kind is unknown or the ranks invalid.
     """
-    per_block = len(ranks) if CODES.get(kind, kind) == "AA" else 1
-    at = ranks[root] if CODES.get(kind, kind) in ROOTED else None
-    return motif(kind, ranks, max(1, round(nbytes / per_block)), root=at)
+    code = COMM_CODES.get(kind, kind)
+    per_block = len(ranks) if code == "AA" else 1
+    at = ranks[root] if code in ROOTED else None
+    return motif(code, ranks, max(1, round(nbytes / per_block)), root=at)
 
 
 def _several(make: type[Par] | type[Seq], children: Iterable[Expr | None]) -> Expr:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...errors import InvalidInput
-from ...workload import Op, Workload
+from ...workload import PAIRWISE, Op, Workload
 
 MAX_NODES = 1 << 22
 LATEST = 2
@@ -160,9 +160,9 @@ def _unawaited(workload: Workload) -> list[int]:
 
 def communicator(op: Op) -> tuple[bool, tuple[tuple[int, ...], ...]]:
     """The key by which a library keeps one queue: the groups of a comm-op, and whether it is point to point."""
-    return op.kind == "send", op.groups
+    return op.kind in PAIRWISE, op.groups
 
 
 def is_queued(op: Op) -> bool:
     """Whether a stack that runs one collective at a time counts this op; sends have connections of their own."""
-    return op.is_comm and op.kind != "send"
+    return op.is_comm and op.kind not in PAIRWISE

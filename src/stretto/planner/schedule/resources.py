@@ -11,7 +11,7 @@ resources. A motif takes one of them for as long as its own bytes need there, wh
 
 from __future__ import annotations
 
-from ...workload import Op, Workload
+from ...workload import PAIRWISE, Op, Workload
 
 OUT, IN = 0, 1
 
@@ -29,12 +29,12 @@ def op_ends(workload: Workload) -> tuple[Ends, ...]:
     """
     place_of = {rank: at for at, place in enumerate(workload.places) for rank in place.ranks}
     # Without sends both directions are always held together, so one stands for both.
-    both = any(op.kind == "send" for op in workload.ops)
+    both = any(op.kind in PAIRWISE for op in workload.ops)
     known: dict[tuple[object, ...], Ends] = {}
 
     def ends(op: Op, places: tuple[int, ...]) -> Ends:
-        key = (op.kind == "send", op.groups)
-        if key not in known and op.kind == "send":
+        key = (op.kind in PAIRWISE, op.groups)
+        if key not in known and op.kind in PAIRWISE:
             outward = sorted({place_of[source] for source, _ in op.groups})
             inward = sorted({place_of[target] for _, target in op.groups})
             known[key] = (*(2 * at + OUT for at in outward), *(2 * at + IN for at in inward))

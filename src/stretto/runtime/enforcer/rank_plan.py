@@ -134,6 +134,8 @@ def share_of(plan: Plan, workload: Workload, rank: int, hosts: Sequence[str], *,
     for made in plan.ops:
         number = workload.index[made.op]
         op = workload.ops[number]
+        if op.kind == "collective_permute":
+            raise PlanMismatch(f"plan {plan.name}: {op.name} is a collective_permute, for which PyTorch has no call")
         if op.kind == "send":
             for pair in (pair for pair in workload.groups_of(op) if rank in pair):
                 sent.setdefault((pair[0], pair[1]), []).append(number)
