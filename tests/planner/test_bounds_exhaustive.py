@@ -21,7 +21,7 @@ from stretto.planner.schedule.schedule import Scheduler, StepSchedule
 from stretto.planner.schedule.search import search
 
 FROM, TO, AFTER = 16, 40, 4
-"""Iterations between which the judge takes the mean, and more that keep channels busy; all later by the longest shift."""
+"""Iterations between which the judge takes the mean, and more that keep channels busy; later by the longest shift."""
 LATEST = 2
 Part = tuple[str, int, int]
 """An op, a rank of a compute-op or a task of a comm-op, and an iteration."""
