@@ -163,8 +163,6 @@ class Job:
         else:
             net = Dlrm() if self.kind == "dlrm" else resnet(WIDTH // 8)
         net = net.to(device)
-        if name == "gpt-compiled":
-            net = torch.compile(net)
         if name == "gpt-fsdp2":
             from torch.distributed.fsdp import fully_shard
 
@@ -175,6 +173,8 @@ class Job:
             net.dense = self._replicated(net.dense)
         else:
             net = self._replicated(net)
+        if name == "gpt-compiled":
+            net = torch.compile(net)
         self.net = net
         self.optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ...process_state import STATE, ProcessPart
+from ..torch_backend.compiled import compiles
 from ..torch_backend.patches import (
     FUTURE_THEN,
     FUTURE_WAIT,
@@ -170,7 +171,9 @@ class Hooks:
             self._undo.append(apply_kernels({name: self._kernel(name) for name in (*KINDS, NO_SOURCE)}))
         WATCH.current = self
         self._undo.append(lambda: setattr(WATCH, "current", None))
-        self._undo.append(register_module_forward_pre_hook(self._forward).remove)
+        if not compiles():
+            # A hook on all modules would have compiled ones compiled anew, twice.
+            self._undo.append(register_module_forward_pre_hook(self._forward).remove)
         self._undo += [
             ignore_warning("Using `torch.compile.module.` when there are global hooks"),
             apply(RUN_BACKWARD, self._watched_backward),

@@ -22,6 +22,7 @@ from ...errors import StrettoError
 from ..executor.forks import Home, abandon_in_children, check_world, keep_forever
 from .buffers import CollectiveCall, Splits
 from .call_log import CALL_LOG
+from .compiled import keep_uncompiled
 from .current import CURRENT
 from .engine import CURRENT_JOB, Engine, Job, missing
 from .gpu_engine import GpuEngine
@@ -82,6 +83,7 @@ def own_first(method: Method) -> Method:
 
 def register() -> None:
     """Make the backend ``stretto`` known to `torch.distributed`."""
+    keep_uncompiled()
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
 
