@@ -29,6 +29,8 @@ RANK = Path(__file__).with_name("gpu_jobs_rank.py")
 STEPS, ALONE, GLOO = 320, 120, 12
 """Iterations: under `stretto run` at most, of the script alone, and with gloo."""
 WARM = 5
+LEAST_S = 5.0
+"""A run with less time than this is not begun."""
 DRAWS = 2000
 
 
@@ -38,8 +40,11 @@ def lab(ranks: int, uplink: str) -> list[str]:
             "--"]  # fmt: skip
 
 
-def run(command: list[str], limit_s: float, log: Path, **environment: str) -> str:
+def run(command: list[str], args: Any, log: Path, **environment: str) -> str:
     """Run a command in a session of its own; what went wrong, if anything."""
+    limit_s = min(args.limit, args.until - time.monotonic())
+    if limit_s < LEAST_S:
+        return "no time left"
     shared = {"OMP_NUM_THREADS": "1", "NCCL_SOCKET_IFNAME": "eth", "NCCL_MAX_NCHANNELS": "2", "STRETTO_PLANS": "off"}
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -72,7 +77,7 @@ def alone(model: str, backend: str, steps: int, args: Any, where: Path) -> tuple
     folder = where / backend
     folder.mkdir()
     command = [*lab(args.ranks, args.uplink), sys.executable, str(RANK), model, str(folder), str(steps)]
-    wrong = run(command, args.limit, where / f"{backend}.log", BACKEND=backend)
+    wrong = run(command, args, where / f"{backend}.log", BACKEND=backend)
     return told(folder), wrong
 
 
@@ -83,7 +88,7 @@ def under(model: str, backend: str, args: Any, where: Path) -> tuple[list[dict[s
     command = [sys.executable, "-m", "stretto", "run", "--budget", str(args.budget), "--json", str(where / "run.json")]
     command += ["--", *lab(args.ranks, args.uplink), sys.executable, str(RANK), model, str(folder), str(STEPS)]
     more = {"STRETTO_CARRIER": "gloo"} if backend == "cpu" else {}
-    wrong = run(command, args.limit, where / "run.log", BACKEND=backend, PAIRS=str(args.pairs), **more)
+    wrong = run(command, args, where / "run.log", BACKEND=backend, PAIRS=str(args.pairs), **more)
     status: dict[str, Any] = {}
     if (where / "run.json").exists():
         status = json.loads((where / "run.json").read_text())
@@ -141,6 +146,9 @@ def case(model: str, args: Any) -> Row:
     backend = "nccl" if args.device == "cuda" else "cpu"
     row: Row = {"case": f"{model} 2x{args.ranks} {args.uplink}"}
     with tempfile.TemporaryDirectory() as name:
+        if args.gloo_alone:
+            with_gloo, wrong = alone(model, "gloo", GLOO, args, Path(name))
+            return row | {"gloo_ms": medians_ms(with_gloo), "gloo_wrong": wrong or None}
         where = args.keep / f"{model}-2x{args.ranks}" if args.keep else Path(name)
         where.mkdir(parents=True, exist_ok=True)
         plain, wrong = alone(model, backend, ALONE, args, where) if not args.only_run else ([], "")
@@ -177,12 +185,17 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--budget", type=float, default=4.0, help="seconds for the planner")
     parser.add_argument("--limit", type=float, default=100.0, help="seconds for each run")
+    parser.add_argument("--total", type=float, default=1e6, help="seconds for all runs together")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gloo", action="store_true", help="with gloo, too")
+    parser.add_argument("--gloo-alone", action="store_true", help="with gloo alone, and nothing else")
     parser.add_argument("--only-run", action="store_true", help="not the script alone: no losses to compare with")
     parser.add_argument("--keep", type=Path, help="leave logs and times in this folder")
     args = parser.parse_args()
     args.pairs = 1 if args.quick else args.pairs
+    args.until = time.monotonic() + args.total
+    # What was started ends with this.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     rows = []
     for model in args.cases.split(","):
         rows.append(case(model, args))

@@ -15,7 +15,7 @@ import pytest
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 STYLES = (
     "amp", "accumulated", "checkpointed", "evaluated", "by_hand", "critic", "critic_by_hand", "marked", "uneven",
-    "served",
+    "served", "compiled",
 )  # fmt: skip
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "STRETTO_CLUSTER": "ring:2"}
 

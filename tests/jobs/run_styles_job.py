@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,12 +28,12 @@ STEPS = 90
 GRAIN = 1 << 10
 
 
-def model() -> DistributedDataParallel:
+def model(bucket_mb: float = 0.0005) -> DistributedDataParallel:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     for parameter in net.parameters():
         parameter.register_hook(lambda gradient: (gradient * GRAIN).round() / GRAIN)  # type: ignore[no-untyped-call]
-    return DistributedDataParallel(net, bucket_cap_mb=0.0005)
+    return DistributedDataParallel(net, bucket_cap_mb=bucket_mb)
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,6 +97,24 @@ def checkpointed() -> float:
         loss = loss_of(net, step)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+    return loss.item()
+
+
+def compiled() -> float:
+    """A model that is compiled, in the first steps and never again, whatever is recorded or planned."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    net: Any = torch.compile(model(bucket_mb=25), backend="eager")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    frames: dict[str, int] = {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(net, step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        frames = frames or (dict(counters["frames"]) if step == 3 else {})
+    assert dict(counters["frames"]) == frames, "it was compiled anew"
     return loss.item()
 
 
@@ -223,7 +242,7 @@ def served() -> float:
 STYLES: dict[str, Callable[[], float]] = {
     "amp": amp, "accumulated": accumulated, "evaluated": evaluated, "by_hand": by_hand, "critic": critic,
     "critic_by_hand": critic_by_hand, "marked": marked, "checkpointed": checkpointed,
-    "uneven": uneven, "served": served,
+    "uneven": uneven, "served": served, "compiled": compiled,
 }  # fmt: skip
 
 
