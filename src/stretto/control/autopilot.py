@@ -23,6 +23,7 @@ from ..errors import InvalidInput, StrettoError
 from ..process_state import STATE, ProcessPart
 from ..runtime.capture.tape import VARYING
 from ..runtime.torch_backend.current import CURRENT, SERVES
+from ..runtime.torch_backend.gpu_options import asked_for_programs
 from ..runtime.torch_backend.job_store import job_store
 from ..runtime.torch_backend.own_backend import OWN_BACKEND, on_ours
 from ..runtime.torch_backend.patches import DDP_FORWARD, DESTROY_PROCESS_GROUP, INIT_PROCESS_GROUP, apply
@@ -460,8 +461,19 @@ class Autopilot:
         if own is not None and ours is not None:
             each = f"{OWN_BACKEND.asked} {format_us(own.median_us)}, ours {format_us(ours.median_us)} per iteration"
             runs = OWN_BACKEND.asked if OWN_BACKEND.runs else "ours"
-            self._say(f"measured in turns: {each}; {runs} runs while a plan is made")
+            self._say(f"measured in turns: {each}; {runs} runs{'' if self._on_programs() else ' while a plan is made'}")
+        if self._on_programs():
+            # Plans run above NCCL, which was slower, and its kernels beside ours could block each other.
+            CURRENT.enforcer = None
+            return
         self._agent.captured(self._workload, self._cluster, self._motif_us, self._key, self._own_times)
+
+    def _on_programs(self) -> bool:
+        """Whether an NCCL job's calls run as programs on GPU memory from here on, as that was faster."""
+        from ..runtime.torch_backend.recording import LEDGER
+
+        ours = OWN_BACKEND.asked == NCCL and not OWN_BACKEND.runs and asked_for_programs()
+        return ours and any(choice.backend == "gpu" for choice in LEDGER.all())
 
     def _stop_comparing(self, comparison: Comparison, why: str) -> None:
         """Tell the agent what was measured, or why nothing was."""

@@ -31,8 +31,8 @@ HELD_SHARE = 0.05
 DRIFT = 0.25
 LEAST_GAIN = 0.03
 """What a new plan has to promise."""
-SLOWER = 0.03
-"""By which part of the plain iteration a plan may be slower before it is given up."""
+SLOWER = 0.01
+"""By which part of the plain iteration a plan may be slower, for windows in a row, before it is given up."""
 
 Why = Literal["held", "drift", "slower"]
 

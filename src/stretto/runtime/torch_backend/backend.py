@@ -47,7 +47,6 @@ ALL_GATHER_SINGLE_COALESCED = group_method("all_gather_single_coalesced")
 REDUCE_SCATTER_SINGLE = group_method("reduce_scatter_single")
 REDUCE_SCATTER_SINGLE_COALESCED = group_method("reduce_scatter_single_coalesced")
 ALL_TO_ALL_SINGLE = group_method("all_to_all_single")
-NCCL_ASKED = "NCCL is what the job asked for"
 POINT_TO_POINT = "programs are for collectives, this is a message between two ranks"
 Method = Callable[..., dist.Work]
 Base: Any = dist.ProcessGroup
@@ -474,8 +473,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
     def _start(self, calls: Sequence[CollectiveCall], tensors: Tensors, opts: Any) -> GroupWork | str:
         """Run one call, or on a GPU several, as programs; or say why not."""
         if calls[0].device.type == "cuda":
-            # Under `stretto run`, jobs on NCCL stay on it: plans run above it, and programs were not tried there.
-            return NCCL_ASKED if OWN_BACKEND.serves("cuda") else self.gpu.start(calls, tensors, opts)
+            return self.gpu.start(calls, tensors, opts)
         return self.engine.start(calls[0], tensors, opts, alone=self._gathering is None)
 
     def _run_all(

@@ -22,7 +22,7 @@ from .cuda_clock import cuda
 from .current import CURRENT
 from .engine import Engine
 from .gpu_layout import GpuBuffers, gpu_buffers, gpu_refusal
-from .gpu_options import GpuOptions
+from .gpu_options import GpuOptions, asked_for_programs
 from .gpu_rendezvous import GpuSite, join_gpus
 from .gpu_selection import GpuSelector, in_one_trip
 from .gpu_work import GpuFlight, GpuWork
@@ -80,7 +80,7 @@ class GpuEngine:
         """Why a call goes to NCCL; empty where it runs on GPU memory. The same on all ranks."""
         if not self._options.enabled:
             return "STRETTO_GPU is off"
-        if OWN_BACKEND.asked:
+        if OWN_BACKEND.asked and (OWN_BACKEND.runs or not asked_for_programs()):
             return OWN_WHY
         if CURRENT.enforcer is not None:
             # NCCL runs the motifs of a plan, and kernels of two libraries that wait for peers can block each other.

@@ -31,6 +31,11 @@ class GpuOptions:
         return f"enabled={self.enabled}, blocks={self.max_blocks}, bytes={self.max_bytes}"
 
 
+def asked_for_programs(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the user has asked for programs, and not only not refused them: jobs on NCCL stay on it otherwise."""
+    return environment.get("STRETTO_GPU", "") == "on"
+
+
 def gpu_options(environment: Mapping[str, str] = os.environ) -> GpuOptions:
     """Read STRETTO_GPU, STRETTO_GPU_BLOCKS and STRETTO_GPU_MEMORY; raises `InvalidInput`.
 
