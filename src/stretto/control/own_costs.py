@@ -28,6 +28,7 @@ NOTE = "from the times of the backend's collectives in this job"
 MAX_TIMES, MAX_SIZES = 64, 16
 Positive = Annotated[float, Meta(gt=0, le=1e15)]
 Library = Literal["nccl", "gloo"]
+LIBRARIES: tuple[Library, ...] = ("nccl", "gloo")
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
