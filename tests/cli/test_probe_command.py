@@ -9,7 +9,8 @@ import pytest
 
 from stretto import Cluster
 from stretto.lab import Lab, unavailable
-from stretto.planner.costs.measured import read_measurements
+from stretto.planner.costs.costs import Motion
+from stretto.planner.costs.measured import MeasuredCosts, read_measurements
 
 Run = Callable[..., str]
 LIMIT_S = 480.0
@@ -47,6 +48,9 @@ def test_without_a_job_one_line_says_how_to_make_one(
         ({}, ("--timeout", "0"), "--timeout: must be more than 0"),
         ({}, ("--preset", "dgx2:1"), "--preset: dgx2:1 has 16 devices, the job 2 ranks"),
         ({}, ("--preset", "nothing"), "unknown preset 'nothing'"),
+        ({}, ("--backend", "mpi"), "unknown --backend 'mpi'; choose from: nccl, gloo"),
+        ({}, ("--costs", "c.csv"), "--costs: goes with --backend"),
+        ({}, ("--backend", "gloo", "--preset", "ring:2"), "--backend: goes with neither --channel nor --preset"),
         ({}, ("-o", "no/such/folder/x.yaml"), "there is no directory no/such/folder"),
     ],
 )
@@ -72,6 +76,26 @@ def test_wrong_benchmarks_are_named(
 ) -> None:
     as_rank()
     assert message in bad("bench", "-o", "x.csv", *arguments)
+
+
+def test_a_job_is_probed_by_the_collectives_of_its_backend(tmp_path: Path) -> None:
+    why = unavailable()
+    if why is not None:
+        pytest.skip(why)
+    cluster, costs = tmp_path / "cluster.yaml", tmp_path / "costs.csv"
+    command = [sys.executable, "-m", "stretto", "probe", "--backend", "gloo", "-o", str(cluster), "--costs", str(costs)]
+    with Lab(hosts=2, ranks_per_host=2, uplinks={"eth": "400mbit"}) as lab:
+        done = lab.run(command, timeout_s=LIMIT_S)
+    assert done.returncodes == (0,) * 4, done.errors
+    assert done.outputs[0].startswith("4 ranks on 2 hosts")
+    known = Cluster.load(cluster)
+    assert known.channels == ("local", "network")
+    rows = read_measurements(costs)
+    # The planner finds every one of them, as what motifs on these channels cost.
+    measured = MeasuredCosts(known, rows)
+    for groups, channels in ((((0, 1, 2, 3),), ("local", "network")), (((0, 2), (1, 3)), ("network",))):
+        motion = Motion(kind="all_reduce", groups=groups, channels=channels)
+        assert measured.algorithms(motion, 1e6) == ["gloo"]
 
 
 def test_a_job_is_probed_and_timed_by_command(tmp_path: Path) -> None:
