@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams, copies and waits of a GPU as the stages between hosts need them.
+
+A stream waits for the network without holding an SM: in the driver, on a word in pinned memory (stream memory
+operations), or where those are not supported in a host function that waits for a semaphore.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from ...errors import StrettoError, unknown
+
+AT_LEAST = 0
+"""CU_STREAM_WAIT_VALUE_GEQ, in the arithmetic of 32 bits."""
+SEMAPHORE_BYTES = 64
+WAITS = ("memory", "callback")
+
+
+class StagingDevice(Protocol):
+    """What `HostsCommunicator` asks of a device. Streams and events are the device's own."""
+
+    def stream(self) -> Any:
+        """A new stream."""
+
+    def event(self) -> Any:
+        """A new event."""
+
+    def record(self, event: Any, stream: Any) -> None:
+        """The event is over once everything that the stream holds is."""
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """The stream waits for an event."""
+
+    def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy when the stream comes to it."""
+
+    def run(self, stream: Any, queue: Callable[[], object]) -> None:
+        """Call something that queues work on the current stream."""
+
+    def wait_released(self, stream: Any, number: int) -> None:
+        """The stream waits until `release` has been called with at least this number."""
+
+    def release(self, number: int) -> None:
+        """Let all streams go on that wait for this number or a lower one."""
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Memory of the device."""
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Memory of the host that the device copies to and from."""
+
+
+class CudaDevice:
+    """A GPU; `how` is "memory", "callback", or empty for what it supports (or STRETTO_GPU_WAIT says)."""
+
+    def __init__(self, device: torch.device, how: str = "") -> None:
+        self.device = device
+        self._cuda: Any = torch.cuda
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._word = torch.zeros(16, dtype=torch.int32).pin_memory()
+        self._flag = ctypes.c_uint32.from_address(self._word.data_ptr())
+        self._semaphore = ctypes.create_string_buffer(SEMAPHORE_BYTES)
+        self._libc = ctypes.CDLL(None)
+        self._libc.sem_init(self._semaphore, 0, 0)
+        self._posted = 0
+        self.how = how or wait_option() or ("memory" if self._can_wait_on_memory() else "callback")
+
+    def stream(self) -> Any:
+        """A new stream, before those that compute where both could run."""
+        return self._cuda.Stream(self.device, priority=-1)
+
+    def event(self) -> Any:
+        """A new event."""
+        return self._cuda.Event()
+
+    def record(self, event: Any, stream: Any) -> None:
+        """The event is over once everything that the stream holds is."""
+        event.record(stream)
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """The stream waits for an event."""
+        stream.wait_event(event)
+
+    def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy when the stream comes to it."""
+        with self._cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+
+    def run(self, stream: Any, queue: Callable[[], object]) -> None:
+        """Call something that queues work on the current stream."""
+        with self._cuda.stream(stream):
+            queue()
+
+    def wait_released(self, stream: Any, number: int) -> None:
+        """The stream waits until `release` has been called with at least this number."""
+        on = ctypes.c_void_p(stream.cuda_stream)
+        if self.how == "memory":
+            wrong = self._wait_value(on, number)
+        else:
+            # One post for each wait: those of a stream come in the order of their numbers.
+            wrong = self._driver.cuLaunchHostFunc(
+                on, ctypes.cast(self._libc.sem_wait, ctypes.c_void_p), ctypes.cast(self._semaphore, ctypes.c_void_p)
+            )
+        if wrong:
+            raise StrettoError(f"a stream cannot wait for the network: CUDA error {wrong}")
+
+    def release(self, number: int) -> None:
+        """Let all streams go on that wait for this number or a lower one."""
+        self._flag.value = number & 0xFFFFFFFF
+        for _ in range(number - self._posted):
+            self._libc.sem_post(self._semaphore)
+        self._posted = max(number, self._posted)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Memory of the device."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Memory of the host that the device copies to and from."""
+        return torch.empty(nbytes, dtype=torch.uint8).pin_memory()
+
+    def _wait_value(self, on: ctypes.c_void_p, number: int) -> int:
+        where = ctypes.c_uint64(self._word.data_ptr())
+        wait = self._driver.cuStreamWaitValue32_v2
+        return int(wait(on, where, ctypes.c_uint32(number & 0xFFFFFFFF), ctypes.c_uint(AT_LEAST)))
+
+    def _can_wait_on_memory(self) -> bool:
+        """Whether a wait that is over before it begins is taken, and ends."""
+        if not hasattr(self._driver, "cuStreamWaitValue32_v2"):
+            return False
+        stream, end = self.stream(), self.event()
+        with self._cuda.device(self.device):
+            if self._wait_value(ctypes.c_void_p(stream.cuda_stream), 0):
+                return False
+            end.record(stream)
+            end.synchronize()
+        return True
+
+
+def wait_option(environment: Mapping[str, str] = os.environ) -> str:
+    """STRETTO_GPU_WAIT: how streams wait for the network, "memory" or "callback"; empty where nothing is said."""
+    how = environment.get("STRETTO_GPU_WAIT", "")
+    if how and how not in WAITS:
+        raise unknown("STRETTO_GPU_WAIT", how, WAITS)
+    return how
+
+
+def gpudirect() -> str:
+    """Whether this host could send from GPU memory without a copy. That is found out and said, and not used yet."""
+    loaded = any(os.path.isdir(f"/sys/module/{name}") for name in ("nvidia_peermem", "nv_peer_mem", "gdrdrv"))
+    return "GPUDirect RDMA is there; it was never run, and data goes by way of pinned memory" if loaded else ""
