@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -42,7 +43,8 @@ class Group:
     """One rank's communicator in a job whose hosts are names."""
 
     def __init__(self, rank: Rank, hosts: list[int], name: str, *, arena_bytes: int, delay_s: float = 0.0) -> None:
-        self.hosts, self.rank, self.errors = hosts, rank.rank, []
+        self.hosts, self.rank = hosts, rank.rank
+        self.errors: list[str] = []
         self.executor = rank.executor(timeout_s=60, host=f"host{hosts[rank.rank]}")
         near = [r for r, host in enumerate(hosts) if host == hosts[rank.rank]]
         path = FOLDER / f"{name}-{hosts[rank.rank]}"
@@ -200,10 +202,8 @@ def killed(rank: Rank) -> Any:
     if rank.rank == rank.world - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
-    try:
+    with contextlib.suppress(StrettoError):
         group.run(loaded, tensor, tensor).wait()
-    except StrettoError:
-        pass
     deadline = time.monotonic() + 20
     while not group.errors and time.monotonic() < deadline:
         time.sleep(0.01)

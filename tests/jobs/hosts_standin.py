@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for a GPU: streams are threads, copies are copies, and kernels inside a host are programs on the executor."""
+"""Stand-ins for a GPU: streams are threads, and kernels inside a host are programs on the executor."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -339,7 +339,7 @@ class _Cutter:
         rank_name = np.full(p.collective.num_ranks, -1, np.int32)
         rank_name[list(ranks)] = np.arange(len(ranks))
         chunk_ptr, chunk = take_rows(p.chunk_ptr, p.chunk, taken)
-        tables = {}
+        tables: dict[str, Any] = {}
         for key in ("after", "gate"):
             ptr, entries = take_rows(getattr(p, f"{key}_ptr"), getattr(p, key), taken)
             # What belongs to an earlier stage is over.

@@ -20,14 +20,15 @@ from ...programs.ir import Program
 from ...programs.stages import INPUT, Leg, Staged, cut
 from .encode import ELEMENT_BYTES
 from .hosts_device import StagingDevice
-from .hosts_plan import RankPlan, RankStep, Region, Run, SliceRange, device_regions, laid_out, pinned_regions
+from .hosts_plan import RankPlan, RankStep, Region, Run, SliceRange, device_regions, laid_out, pinned_regions, slices_of
 from .hosts_plan import plan_for as plan_of
-from .hosts_plan import slices_of
 from .hosts_proxy import NetworkProxy
 
 SLOTS = 4
 """Slices that are under way at a time."""
 SLICE_BYTES = 4 << 20
+AHEAD = 48
+"""Slices that may be queued before their network; a GPU's queue holds about a thousand entries."""
 ARENA_BYTES = 64 << 20
 """The staging memory of a group, on the GPU and once more on the host."""
 
@@ -311,6 +312,7 @@ class _Turn:
             step.leg.units * chunk, self._loaded.dtype, "sum" if self._loaded.reduce == "avg" else self._loaded.reduce,
             timeout_s=self._limit_s,
         )  # fmt: skip
+        owner._proxy.wait_for_room(AHEAD)
         self._sent = owner._proxy.post(ready, start)
 
     def _receive(self, step: RankStep) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -50,7 +52,7 @@ def program_for(kind: str, hosts: Sequence[object], root: int = 0) -> Program:
     if kind in ("all_reduce", "all_gather", "reduce_scatter") and len(sizes) == 1 and len(members) > 1 < max(sizes):
         order = [rank for each in members for rank in each]
         between = "direct" if len(members) <= FEW_HOSTS else "ring"
-        placed = {} if order == sorted(order) else {"order": order}
+        placed: dict[str, Any] = {} if order == sorted(order) else {"order": order}
         dims = (max(sizes), len(members))
         return algorithm("hierarchical", kind, len(hosts), dims=dims, inside=("direct", between), **placed)
     return two_level(kind, hosts, root)
@@ -137,7 +139,7 @@ def _spread(members: Sequence[Sequence[int]], root: int) -> list[Message]:
     """From the root through one rank of each host, one host behind the other, and inside each to all."""
     own = next(each for each in members if root in each)
     chain = [root] + [each[own.index(root) % len(each)] for each in members if each is not own]
-    found: list[Message] = [(at, *pair, [0], False) for at, pair in enumerate(zip(chain, chain[1:], strict=False))]
+    found: list[Message] = [(at, *pair, [0], False) for at, pair in enumerate(pairwise(chain))]
     for leader in chain:
         each = next(one for one in members if leader in one)
         found += [(len(chain), leader, rank, [0], False) for rank in each if rank != leader]

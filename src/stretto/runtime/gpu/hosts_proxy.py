@@ -134,6 +134,16 @@ class NetworkProxy:
         """How many slices were posted."""
         return self._posted
 
+    @property
+    def through(self) -> int:
+        """With how many of them this rank is through."""
+        return self._through
+
+    def wait_for_room(self, most: int) -> None:
+        """Wait until fewer than so many slices are under way: a GPU's queue has an end, and who fills it blocks."""
+        while self._posted - self._released >= most and not self._over:
+            time.sleep(PAUSE_S)
+
     def post(self, ready: Ready, start: Callable[[], Any]) -> int:
         """Carry one more slice once `ready` is over; its number."""
         with self._wake:

@@ -26,6 +26,7 @@ from .compiled import keep_uncompiled
 from .current import CURRENT
 from .engine import CURRENT_JOB, Engine, Job, missing
 from .gpu_engine import GpuEngine
+from .gpu_hosts import HostsGpuEngine
 from .gpu_options import gpu_options
 from .gpu_work import GpuWork, GpuWorks
 from .lost_ranks import DelegatedCall, LostRanks, explain_meeting
@@ -141,7 +142,8 @@ class StrettoGroup(Base):  # type: ignore[misc]
         job.enter(self.engine, owns=shared is None)
         lost_store: Any = c10d.PrefixStore("stretto/lost", store)
         self._lost_ranks = LostRanks(self.engine, self.cards, lost_store)
-        self.gpu = GpuEngine(self, self.engine, self.cards, store, self._lost_ranks, options)
+        gpu_engine = GpuEngine if selector.num_hosts == 1 else HostsGpuEngine
+        self.gpu = gpu_engine(self, self.engine, self.cards, store, self._lost_ranks, options)
         if not devices:
             CURRENT_JOB.job = job
 
@@ -385,20 +387,23 @@ class StrettoGroup(Base):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Wait for what runs, then end."""
+        if not self._home.left:
+            # First: calls on GPUs of several hosts need the executor until they end.
+            self.gpu.close()
         self.engine.close()
         if self._home.left:
             return
-        self.gpu.close()
         for _, _, backend in self._wrapped:
             backend.shutdown()
 
     def abort(self) -> None:
         """End at once; calls that run fail."""
+        if not self._home.left:
+            self.gpu.fail(StrettoError(f"group {self.label} was aborted"))
+            self.gpu.close()
         self.engine.close()
         if self._home.left:
             return
-        self.gpu.fail(StrettoError(f"group {self.label} was aborted"))
-        self.gpu.close()
         for _, _, backend in self._wrapped:
             backend.abort()
 

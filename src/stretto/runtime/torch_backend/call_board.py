@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 NUMBER_BYTES = 8
@@ -26,9 +27,10 @@ SHARED = Path("/dev/shm")
 class CallBoard:
     """The calls of all ranks of one group, by number from 1 on, and why a rank has given up."""
 
-    def __init__(self, path: str, rank: int, size: int) -> None:
-        """Open a file that `make_board_file` has made; raises `OSError`."""
+    def __init__(self, path: str, rank: int, size: int, names: Sequence[int] = ()) -> None:
+        """Open a file that `make_board_file` has made; raises `OSError`. `names` are the ranks where not 0..size-1."""
         self.rank, self.size, self.kept = rank, size, RECORDS
+        self._names = list(names) or list(range(size))
         with Path(path).open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), RANK_BYTES * size)
 
@@ -64,13 +66,13 @@ class CallBoard:
                 continue
             theirs = self.call_of(rank, number)
             if theirs is not None and theirs != mine:
-                (one, first), (two, second) = sorted([(self.rank, mine), (rank, theirs)])
+                (one, first), (two, second) = sorted([(self._names[self.rank], mine), (self._names[rank], theirs)])
                 return f"call {number} on GPUs: rank {one} runs {first}, rank {two} runs {second}"
         return ""
 
     def missing(self, number: int) -> list[int]:
         """The ranks that have not come to the call of this number."""
-        return [rank for rank in range(self.size) if self.call_of(rank, number) is None]
+        return [self._names[rank] for rank in range(self.size) if self.call_of(rank, number) is None]
 
     def give_up(self, kind: str, why: str) -> None:
         """Say that this rank will not go on, and why; the first reason stays."""
@@ -98,7 +100,7 @@ class CallBoard:
 
     def has_left(self, rank: int) -> bool:
         """Whether a rank has said that it is done."""
-        return self._memory[(rank + 1) * RANK_BYTES - 1] == 1
+        return rank in self._names and self._memory[(self._names.index(rank) + 1) * RANK_BYTES - 1] == 1
 
     def close(self) -> None:
         """Let go of the memory."""

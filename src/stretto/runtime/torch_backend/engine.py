@@ -300,15 +300,22 @@ class Job:
 
     def enter(self, engine: Engine, *, owns: bool) -> None:
         """A group uses it; the one that owns it ends it."""
-        number = engine.communicator
-        self.next, self.generation = max(self.next, number + 1), engine.generation
-        self._in_use.add(number)
+        self.reserve(engine.communicator, engine.generation, engine.selector.devices)
         self.engines.append(engine)
-        self._had[number] = frozenset(self.rank_of[device] for device in engine.selector.devices)
-        if self.executor is not None and number < self.max_communicators:
-            self.executor.renumber(number, engine.generation << 32)
         if owns:
             self._owner = engine
+
+    def reserve(self, number: int, generation: int, devices: Sequence[int]) -> None:
+        """A communicator, on which the ranks of these devices have agreed, is in use until it is given back."""
+        self.next, self.generation = max(self.next, number + 1), generation
+        self._in_use.add(number)
+        self._had[number] = frozenset(self.rank_of[device] for device in devices)
+        if self.executor is not None and number < self.max_communicators:
+            self.executor.renumber(number, generation << 32)
+
+    def give_back(self, number: int) -> None:
+        """Nobody here uses a communicator any longer."""
+        self._in_use.discard(number)
 
     def taken(self, devices: Sequence[int]) -> int:
         """Communicators that a new group of these devices cannot have, as bits.
@@ -331,7 +338,7 @@ class Job:
 
     def leave(self, engine: Engine) -> None:
         """Note that a group is destroyed; the last one ends the job."""
-        self._in_use.discard(engine.communicator)
+        self.give_back(engine.communicator)
         if engine in self.engines:
             self.engines.remove(engine)
         if engine is not self._owner:

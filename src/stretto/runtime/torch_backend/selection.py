@@ -172,17 +172,36 @@ class Selector:
         if kind == "all_to_all_v":
             why = "pieces of any sizes, of which a rank knows only its own: each goes straight to its rank"
             return ProgramPick(program=self._build(STRAIGHT, kind, None, root, in_place), why=why)
-        rejected: list[tuple[str, str]] = []
-        made = self._from_table(kind, nbytes, root, in_place, rejected)
+        made, rejected = self.from_table(kind, nbytes, root=root, in_place=in_place)
         if made is not None:
-            why = "made for this job (STRETTO_TABLE)"
-            return ProgramPick(program=made, why=why, rejected=tuple(rejected), from_table=True)
+            return made
         if self._together:
             program = self._build(STRAIGHT, kind, None, root, in_place)
             return ProgramPick(program=program, why="all ranks on one host", rejected=tuple(rejected))
         if len(self.devices) <= MAX_SIMULATED:
             return self._simulated(kind, nbytes, root, in_place, rejected)
         return self._by_rule(kind, root, in_place, rejected)
+
+    def from_table(
+        self, kind: str, nbytes: int, *, root: int = 0, in_place: bool = False
+    ) -> tuple[ProgramPick | None, list[tuple[str, str]]]:
+        """The program that was made for a call (STRETTO_TABLE), and why others of the table are not for it.
+
+        Args:
+            kind: The collective.
+            nbytes: Its bytes.
+            root: Its root, where it has one.
+            in_place: Whether input and output share memory.
+
+        Returns:
+            The pick, or None; and (name, reason) of those that do not fit.
+        """
+        rejected: list[tuple[str, str]] = []
+        made = self._from_table(kind, nbytes, root, in_place, rejected)
+        if made is None:
+            return None, rejected
+        why = "made for this job (STRETTO_TABLE)"
+        return ProgramPick(program=made, why=why, rejected=tuple(rejected), from_table=True), rejected
 
     def _from_table(
         self, kind: str, nbytes: int, root: int, in_place: bool, rejected: list[tuple[str, str]]
