@@ -99,6 +99,7 @@ class HostsGpuEngine(GpuEngine):
             if (kind, root) not in site.programs:
                 site.programs[kind, root] = program_for(kind, hosts, root)
             why = f"{len(hosts)} ranks on {len(set(hosts))} hosts: GPU memory inside, the network between"
+            why += f"; {site.note}" if site.note else ""
             made = ProgramPick(program=site.programs[kind, root], why=why, rejected=tuple(rejected))
         site.picks[key] = made
         return made

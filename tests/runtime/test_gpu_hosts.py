@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives over GPUs of several hosts, in real processes with stand-ins for the GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from executor_ranks import launch
+
+from stretto.errors import InvalidInput
+from stretto.runtime.gpu.hosts_device import wait_option
+from stretto.runtime.gpu.hosts_proxy import NetworkProxy, ProgressBoard, board_bytes
+
+JOBS = Path(__file__).parents[1] / "jobs"
+LIMIT_S = 400.0
+
+
+@pytest.mark.parametrize("world", [2, 5])
+def test_random_collectives_on_hosts_of_any_sizes(tmp_path: Path, world: int) -> None:
+    found = launch(JOBS / "gpu_hosts_job.py", tmp_path, world, "random_calls", "in_flight")
+    assert found["random_calls"] == [[]] * world
+    assert len({tuple(sums) for sums in found["in_flight"]}) == 1
+
+
+def test_different_calls_and_dead_ranks_end_all_streams(tmp_path: Path) -> None:
+    found = launch(JOBS / "gpu_hosts_job.py", tmp_path, 3, "mismatch", "killed")
+    assert found["mismatch"] == [["ProgramMismatch"]] * 3
+    assert all("rank 2" in rank["said"][0] for rank in found["killed"][:2])
+
+
+def backend_job(folder: Path, hosts: str, *scenario: str) -> list[Any]:
+    """What each rank of the backend said; None for one that did not come to it."""
+    names = hosts.split(",")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": str(len(names)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo", "STRETTO_TEST_HOSTS": hosts,
+    }  # fmt: skip
+    command = [sys.executable, str(JOBS / "gpu_hosts_backend_job.py"), str(folder), *scenario]
+    jobs = []
+    for rank in range(len(names)):
+        with (folder / f"log{rank}").open("wb") as log:
+            environment = os.environ | shared | {"RANK": str(rank)}
+            jobs.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        for job in jobs[:-1]:
+            job.wait(LIMIT_S)
+    finally:
+        for job in jobs:
+            if job.poll() is None:
+                job.send_signal(signal.SIGKILL)
+            job.wait()
+    files = [folder / f"{rank}.json" for rank in range(len(names))]
+    found = [json.loads(file.read_text()) if file.exists() else None for file in files]
+    assert all(each is not None for each in found[:-1]), (folder / "log0").read_text()[-3000:]
+    return found
+
+
+def test_the_backend_joins_hosts_and_their_sub_groups(tmp_path: Path) -> None:
+    for rank in backend_job(tmp_path, "a,a,b,b", "everywhere"):
+        world = rank.pop("world")
+        assert world["wrong"] == [] and world["why"] == "" and world["threads"] and world["held"] > 0
+        assert all(rank.values())
+
+
+@pytest.mark.parametrize("how", ["kill", "stop", "mismatch"])
+def test_all_ranks_give_up_for_the_same_reason(tmp_path: Path, how: str) -> None:
+    found = backend_job(tmp_path, "a,a,b", "fault", how)
+    kind = "ProgramMismatch" if how == "mismatch" else "PeerLost"
+    said = {rank["said"] for rank in found[:-1]}
+    assert len(said) == 1 and said.pop().startswith(kind)
+
+
+def test_a_proxy_lets_go_when_all_ranks_of_the_host_are_through(tmp_path: Path) -> None:
+    path = tmp_path / "board"
+    path.write_bytes(bytes(board_bytes(2)))
+    mine, other = ProgressBoard(path, 0, 2), ProgressBoard(path, 1, 2)
+    released: list[int] = []
+
+    class Work:
+        done, error = True, None
+
+    class Over:
+        def query(self) -> bool:
+            return True
+
+    proxy = NetworkProxy(mine, released.append, lambda error: None)
+    assert [proxy.post(Over(), Work), proxy.post(Over(), Work)] == [1, 2]
+    while proxy.through < 2:
+        pass
+    assert released == []
+    other.advance(1)
+    while not released:
+        pass
+    assert released == [1]
+    proxy.abort("enough")
+    assert released[-1] == 2
+    assert proxy.post(Over(), Work) == 3 and released[-1] == 3
+    assert proxy.close() == []
+
+
+def test_how_streams_wait_is_an_option() -> None:
+    assert wait_option({}) == "" and wait_option({"STRETTO_GPU_WAIT": "callback"}) == "callback"
+    with pytest.raises(InvalidInput, match="unknown STRETTO_GPU_WAIT 'sleep'; choose from: memory, callback"):
+        wait_option({"STRETTO_GPU_WAIT": "sleep"})
