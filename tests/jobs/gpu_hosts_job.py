@@ -20,7 +20,8 @@ from stretto.errors import StrettoError
 from stretto.runtime.gpu import hosts as hosts_module
 from stretto.runtime.gpu.hosts import HostsCommunicator
 from stretto.runtime.gpu.hosts_programs import KINDS, program_for, two_level
-from stretto.runtime.gpu.hosts_proxy import ExecutorLegs, NetworkProxy, ProgressBoard, board_bytes
+from stretto.runtime.gpu.hosts_proxy import NetworkProxy, ProgressBoard, board_bytes
+from stretto.runtime.torch_backend.executor_legs import ExecutorLegs
 
 FOLDER = Path(sys.argv[1]).parent
 PLACES = {

@@ -183,7 +183,7 @@ def communicator(store: Any, rank: int, size: int, interface: str, timeout: time
     """
     options = Gloo._Options()
     options._devices = [Gloo.create_device(interface=interface)]
-    # With two threads, gloo may free the name of the operation that it ended last twice (see `backend._gloo_options`).
+    # With two threads, gloo may free the name of the operation that it ended last twice (see `gloo_options`).
     options._threads = 1
     options._timeout = timeout
     return Gloo(store, rank, size, options)

@@ -20,7 +20,17 @@ from ...programs.ir import Program
 from ...programs.stages import INPUT, Leg, Staged, cut
 from .encode import ELEMENT_BYTES
 from .hosts_device import StagingDevice
-from .hosts_plan import RankPlan, RankStep, Region, Run, SliceRange, device_regions, laid_out, pinned_regions, slices_of
+from .hosts_plan import (
+    HostsPlan,
+    HostsStep,
+    Region,
+    Run,
+    SliceRange,
+    device_regions,
+    laid_out,
+    pinned_regions,
+    slices_of,
+)
 from .hosts_plan import plan_for as plan_of
 from .hosts_proxy import NetworkProxy
 
@@ -37,7 +47,7 @@ ARENA_BYTES = 64 << 20
 class HostsProgram:
     """A program as loaded for one size, type and operation."""
 
-    plan: RankPlan
+    plan: HostsPlan
     dtype: str
     reduce: str
     shard: int
@@ -77,8 +87,10 @@ class HostsCommunicator:
         self._local, self._network, self._proxy, self._device = local, network, proxy, device
         self._arena, self._pinned = device.empty(arena_bytes), device.pinned(arena_bytes)
         self._down, self._up = device.stream(), device.stream()
-        self._staged: dict[int, tuple[Staged, list[RankPlan], Program]] = {}
+        self._staged: dict[int, tuple[Staged, list[HostsPlan], Program]] = {}
         self._why = ""
+        self.still_used = False
+        """Whether the network had some of its memory when it was closed: then it must stay for ever."""
 
     @property
     def held_bytes(self) -> int:
@@ -137,7 +149,7 @@ class HostsCommunicator:
             blocks=max(blocks, default=1),
         )  # fmt: skip
 
-    def _load_leg(self, step: RankStep, dtype: str, reduce: str, chunk_bytes: int) -> Any:
+    def _load_leg(self, step: HostsStep, dtype: str, reduce: str, chunk_bytes: int) -> Any:
         if step.network:
             return self._network.load(step.leg.program)
         return self._local.load(step.leg.program, dtype=dtype, reduce=reduce, nbytes=step.leg.units * chunk_bytes)
@@ -191,15 +203,10 @@ class HostsCommunicator:
         return near[found[0]], found[1]
 
     def close(self) -> None:
-        """End the thread and give the memory back; what the network still reads and writes stays."""
-        if self._proxy.close():
-            _KEPT.append((self._arena, self._pinned, self._proxy))
+        """End the thread and give the memory back, unless the network still has it (`still_used`)."""
+        self.still_used = bool(self._proxy.close())
         if self._local is not None:
             self._local.close()
-
-
-_KEPT: list[object] = []
-"""Memory of calls that were given up while the network had it."""
 
 
 class _Turn:
@@ -273,14 +280,14 @@ class _Turn:
             whole = self._written(next(s for s in self._loaded.plan.steps if s.number == run.stage))
         return whole[run.start * chunk : (run.start + run.length) * chunk]
 
-    def _written(self, step: RankStep) -> torch.Tensor:
+    def _written(self, step: HostsStep) -> torch.Tensor:
         """Where a step leaves its output: in the caller's memory, if it is all of it."""
         plan = self._loaded.plan
         if plan.written == step.number and self._out_direct:
             return self._user(self._target, plan.shards[1]).reshape(-1)
         return self._region("out", step.number, step.outputs)
 
-    def _kernel(self, step: RankStep) -> None:
+    def _kernel(self, step: HostsStep) -> None:
         chunk = self._range.chunk
         aliased = self._alias and any(run.stage == INPUT for run in step.reads)
         if len(step.reads) == 1 and not aliased:
@@ -295,7 +302,7 @@ class _Turn:
         leg = self._loaded.legs[step.number, chunk]
         self._device.run(self._stream, partial(launch, leg, given, made, ordered=True))
 
-    def _send(self, step: RankStep) -> None:
+    def _send(self, step: HostsStep) -> None:
         """Copy to pinned memory, and let the thread do the rest."""
         owner, device, chunk = self._owner, self._device, self._range.chunk
         before, ready = device.event(), device.event()
@@ -315,7 +322,7 @@ class _Turn:
         owner._proxy.wait_for_room(AHEAD)
         self._sent = owner._proxy.post(ready, start)
 
-    def _receive(self, step: RankStep) -> None:
+    def _receive(self, step: HostsStep) -> None:
         """Once the thread lets go: copy what came back to the GPU."""
         owner, device = self._owner, self._device
         device.wait_released(owner._up, self._sent)

@@ -35,7 +35,7 @@ class SliceRange(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RankStep:
+class HostsStep:
     """One rank's part in a stage."""
 
     number: int
@@ -50,12 +50,12 @@ class RankStep:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RankPlan:
+class HostsPlan:
     """Everything that one rank does."""
 
     staged: Staged
     rank: int
-    steps: tuple[RankStep, ...]
+    steps: tuple[HostsStep, ...]
     results: tuple[Run, ...]
     """What belongs in the output, in its order."""
 
@@ -85,7 +85,7 @@ class RankPlan:
         return self.inputs // self.staged.collective.chunks, self.outputs // self.staged.collective.chunks
 
 
-def plan_for(staged: Staged, rank: int) -> RankPlan:
+def plan_for(staged: Staged, rank: int) -> HostsPlan:
     """One rank's part of a staged program."""
     steps = []
     for number, stage in enumerate(staged.stages):
@@ -96,12 +96,12 @@ def plan_for(staged: Staged, rank: int) -> RankPlan:
         inputs, outputs = leg.sizes(me)
         if stage.network or inputs or outputs:
             steps.append(
-                RankStep(
+                HostsStep(
                     number=number, network=stage.network, leg=leg, me=me, reads=runs(leg.reads[me]), inputs=inputs,
                     outputs=outputs,
                 )
             )  # fmt: skip
-    return RankPlan(staged=staged, rank=rank, steps=tuple(steps), results=runs(staged.results[rank]))
+    return HostsPlan(staged=staged, rank=rank, steps=tuple(steps), results=runs(staged.results[rank]))
 
 
 def runs(sources: Sequence[Source]) -> tuple[Run, ...]:
@@ -124,7 +124,7 @@ Region = tuple[str, int]
 """("in", -1), ("pack", stage), ("out", stage) or ("result", -1)"""
 
 
-def device_regions(plan: RankPlan) -> dict[Region, int]:
+def device_regions(plan: HostsPlan) -> dict[Region, int]:
     """The staging memory of a slice on the GPU, in chunks."""
     found: dict[Region, int] = {("in", INPUT): plan.inputs}
     for step in plan.steps:
@@ -135,7 +135,7 @@ def device_regions(plan: RankPlan) -> dict[Region, int]:
     return found
 
 
-def pinned_regions(plan: RankPlan) -> dict[Region, int]:
+def pinned_regions(plan: HostsPlan) -> dict[Region, int]:
     """The staging memory of a slice on the host, in chunks."""
     found: dict[Region, int] = {}
     for step in plan.steps:
@@ -154,7 +154,7 @@ def laid_out(regions: dict[Region, int], chunk_bytes: int) -> tuple[dict[Region,
     return places, at
 
 
-def slices_of(plans: Sequence[RankPlan], shard: int, element: int, *, slice_bytes: int, room: int) -> list[SliceRange]:
+def slices_of(plans: Sequence[HostsPlan], shard: int, element: int, *, slice_bytes: int, room: int) -> list[SliceRange]:
     """Cut a call into slices, the same on all ranks.
 
     Args:

@@ -9,7 +9,6 @@ class would come back here.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -25,6 +24,7 @@ from .call_log import CALL_LOG
 from .compiled import keep_uncompiled
 from .current import CURRENT
 from .engine import CURRENT_JOB, Engine, Job, missing
+from .gloo_options import gloo_options
 from .gpu_engine import GpuEngine
 from .gpu_hosts import HostsGpuEngine
 from .gpu_options import gpu_options
@@ -631,7 +631,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
 def _wrapped_backends(
     store: c10d.Store, rank: int, size: int, timeout: timedelta, start: str
 ) -> list[tuple[torch.device, BackendType, Any]]:
-    gloo = dist.ProcessGroupGloo(c10d.PrefixStore(f"gloo/{start}/", store), rank, size, _gloo_options(timeout))
+    gloo = dist.ProcessGroupGloo(c10d.PrefixStore(f"gloo/{start}/", store), rank, size, gloo_options(timeout))
     set_sequence_number(gloo)
     found: list[tuple[torch.device, BackendType, Any]] = [(CPU, BackendType.GLOO, gloo)]
     if torch.cuda.is_available() and dist.is_nccl_available():
@@ -641,25 +641,6 @@ def _wrapped_backends(
         set_sequence_number(nccl)
         found.append((CUDA, BackendType.NCCL, nccl))
     return found
-
-
-def _gloo_options(timeout: timedelta) -> Any:
-    """As gloo makes them itself, but with one worker, unless it is what the job asked for: then as the job has it.
-
-    Each worker writes the name of what it has ended into one string, without a lock. Two of them can free its memory
-    twice where a name is long, as that of a sparse all-reduce is, which only the wrapped backend can do.
-    """
-    kind: Any = dist.ProcessGroupGloo
-    options = kind._Options()
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    options._devices = (
-        [kind.create_device(interface=name) for name in interfaces.split(",")]
-        if interfaces else [kind.create_default_device()]
-    )  # fmt: skip
-    if not OWN_BACKEND.asked:
-        options._threads = 1
-    options._timeout = timeout
-    return options
 
 
 def _custom(kind: BackendType) -> BackendType:

@@ -15,12 +15,15 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ...programs import Program
+from ..executor.forks import keep_forever
 from ..gpu.hosts import ARENA_BYTES, HostsCommunicator
 from ..gpu.hosts_device import CudaDevice, gpudirect
-from ..gpu.hosts_proxy import ExecutorLegs, NetworkProxy, ProgressBoard, board_bytes
+from ..gpu.hosts_proxy import NetworkProxy, ProgressBoard, board_bytes
 from .call_board import CallBoard, make_board_file
 from .cuda_clock import Clock, cuda
 from .engine import Engine
+from .executor_legs import ExecutorLegs
+from .gloo_options import gloo_options
 from .gpu_meeting import GpuCard, decode_cards, encode_card, gpu_card, sharers, sm_count, why_not
 from .gpu_options import GpuOptions
 from .gpu_rendezvous import DEFAULT_BLOCKS, LEAST_BYTES, GpuSite
@@ -56,6 +59,8 @@ class HostsSite(GpuSite):
     def close(self, flights: Sequence[GpuFlight]) -> None:
         """Let the GPU and the network finish, say so, and give the memory back."""
         super().close(flights)
+        if self.communicator.still_used:
+            keep_forever(self.communicator)
         self.leave()
 
 
@@ -181,10 +186,9 @@ def _join_local(
 ) -> None:  # fmt: skip
     """The ranks of one host map each other's memory."""
     from ..gpu import communicator as gpu
-    from .backend import _gloo_options
 
     kind: Any = dist.ProcessGroupGloo
-    gloo = kind(c10d.PrefixStore("gloo", store), rank, size, _gloo_options(timedelta(seconds=limit_s)))
+    gloo = kind(c10d.PrefixStore("gloo", store), rank, size, gloo_options(timedelta(seconds=limit_s)))
     wrapped = [(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)]
     made.symmetric = SymmetricGroup(Path(path).name, rank, size, store, wrapped)
     WATCHDOG.rendezvous += 1
