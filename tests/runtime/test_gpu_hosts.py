@@ -12,11 +12,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from executor_ranks import launch
+from gpu_emulation import EmulatedGpu
 
 from stretto.errors import InvalidInput
+from stretto.programs.fused import fuse
+from stretto.programs.stages import cut
 from stretto.runtime.gpu.hosts_device import wait_option
+from stretto.runtime.gpu.hosts_programs import KINDS, two_level
 from stretto.runtime.gpu.hosts_proxy import NetworkProxy, ProgressBoard, board_bytes
 
 JOBS = Path(__file__).parents[1] / "jobs"
@@ -114,3 +119,21 @@ def test_how_streams_wait_is_an_option() -> None:
     assert wait_option({}) == "" and wait_option({"STRETTO_GPU_WAIT": "callback"}) == "callback"
     with pytest.raises(InvalidInput, match="unknown STRETTO_GPU_WAIT 'sleep'; choose from: memory, callback"):
         wait_option({"STRETTO_GPU_WAIT": "sleep"})
+
+
+def test_stages_inside_hosts_run_in_the_kernel() -> None:
+    """The legs of random programs through the CPU build of the GPU's kernel: partial sums, ranks that hold nothing."""
+    legs = 0
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        hosts = rng.integers(0, 2, int(rng.integers(3, 7))).tolist()
+        staged = cut(two_level(str(rng.choice(KINDS)), hosts, int(rng.integers(len(hosts)))), hosts)
+        for leg in (leg for stage in staged.stages if not stage.network for leg in stage.legs):
+            gpu = EmulatedGpu(len(leg.ranks))
+            protocol = str(rng.choice(["simple", "ll"]))
+            call = gpu.prepare(fuse(leg.program, protocol=protocol), leg.units * 8, "float32", "sum", rng, blocks=2)
+            gpu.run([call], seed=seed)
+            gpu.check(call)
+            assert call.encoded.inputs == tuple(8 * leg.sizes(at)[0] for at in range(len(leg.ranks)))
+            legs += 1
+    assert legs > 12
