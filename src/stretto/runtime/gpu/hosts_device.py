@@ -38,7 +38,13 @@ class StagingDevice(Protocol):
         """The stream waits for an event."""
 
     def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy when the stream comes to it."""
+        """Copy when the stream comes to it.
+
+        Args:
+            stream: The stream.
+            target: Where to; as many elements.
+            source: Where from.
+        """
 
     def run(self, stream: Any, queue: Callable[[], object]) -> None:
         """Call something that queues work on the current stream."""
@@ -88,7 +94,13 @@ class CudaDevice:
         stream.wait_event(event)
 
     def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy when the stream comes to it."""
+        """Copy when the stream comes to it.
+
+        Args:
+            stream: The stream.
+            target: Where to; as many elements.
+            source: Where from.
+        """
         with self._cuda.stream(stream):
             target.copy_(source, non_blocking=True)
 

@@ -306,7 +306,13 @@ class Job:
             self._owner = engine
 
     def reserve(self, number: int, generation: int, devices: Sequence[int]) -> None:
-        """A communicator, on which the ranks of these devices have agreed, is in use until it is given back."""
+        """Take a communicator on which ranks have agreed; it is in use until it is given back.
+
+        Args:
+            number: The communicator.
+            generation: How often groups were made, this one counted.
+            devices: The ranks that have agreed.
+        """
         self.next, self.generation = max(self.next, number + 1), generation
         self._in_use.add(number)
         self._had[number] = frozenset(self.rank_of[device] for device in devices)

@@ -43,7 +43,19 @@ class HostsGpuEngine(GpuEngine):
         return super()._refusal_of(given)
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Refused: ranks of other hosts cannot address each other's memory."""
+        """Refused: ranks of other hosts cannot address each other's memory.
+
+        Args:
+            count: Elements.
+            dtype: Their type.
+            device: This rank's GPU.
+
+        Returns:
+            Never.
+
+        Raises:
+            InvalidInput: Always.
+        """
         raise InvalidInput("symmetric memory: the ranks of the group are on several hosts")
 
     def _join(self, device: torch.device) -> None:
