@@ -39,6 +39,8 @@ class PricedStep:
     outward: tuple[tuple[int, float], ...] = ()
     waits: int = 0
     """The signals that it waits for."""
+    joined: bool = False
+    """Whether it is a part of the operation before it, so that only its places cost something."""
 
     @property
     def adds(self) -> bool:
@@ -96,14 +98,25 @@ class PriceGraph:
         """What waiting for several signals at once costs in addition: the last of many is later than any one."""
         return self.prices.peer_us * log2(1 + waits)
 
-    def step(self, step: PricedStep, after: Sequence[int]) -> StepEvents:
-        """Add a step that may begin after some events; its blocks read and write while its messages travel."""
+    def step(self, step: PricedStep, after: Sequence[int], packets: Sequence[int] = ()) -> StepEvents:
+        """Add a step, whose blocks read and write while its messages travel.
+
+        Args:
+            step: What is read and written.
+            after: The events before it.
+            packets: The arrivals of the first packets that it reads: what it costs is paid while it waits for them.
+
+        Returns:
+            Its events.
+        """
         p = self.prices
         protocol = p.protocol(self.protocol)
-        price_us = p.step_us if self.protocol == "Simple" else protocol.step_us
+        price_us = p.step_us if self.protocol == "Simple" else 0.0 if step.joined else protocol.step_us
         price_us += (step.plain_reads + step.plain_writes) * p.place_us + self.wait_us(step.waits)
         price_us += step.packet_reads * protocol.poll_us + step.packet_writes * protocol.send_us
         begun = self.event(price_us, after)
+        if packets:
+            begun = self.event(0.0, [begun, *packets])
         done, sent = [self.event(self._work_us(step, protocol.bytes_factor), [begun])], {}
         for moves, inward in ((step.inward, True), (step.outward, False)):
             for peer, nbytes in moves:
@@ -190,7 +203,7 @@ class PacketArrivals:
         signal_us = graph.prices.protocol(graph.protocol).signal_us
         senders = [(self._from[place], reader) for place, reader in places]
         first = [graph.event(signal_us, [events.begun]) for events, _ in senders]
-        found = graph.step(step, [*after, *first])
+        found = graph.step(step, after, first)
         if not senders:
             return found
         last = [

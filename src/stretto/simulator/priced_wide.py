@@ -68,14 +68,14 @@ def wide_time_us(
     return graph.total_us()
 
 
-def _priced(graph: PriceGraph, step: WideStep, turns: int = 1, waits: int = 0) -> PricedStep:
+def _priced(graph: PriceGraph, step: WideStep, turns: int = 1, waits: int = 0, joined: bool = False) -> PricedStep:
     share = float(graph.collective.chunk_share[0]) * graph.nbytes * step.count / turns
     sides = [
         (sum(cell[1] != PACKET for cell in cells), sum(cell[1] == PACKET for cell in cells))
         for cells in (step.sources, step.targets)
     ]
     return PricedStep(
-        rank=step.rank, nbytes=share, waits=waits,
+        rank=step.rank, nbytes=share, waits=waits, joined=joined,
         plain_reads=sides[0][0], packet_reads=sides[0][1], plain_writes=sides[1][0], packet_writes=sides[1][1],
         inward=tuple((cell[0], share) for cell in step.sources if cell[0] != step.rank),
         outward=tuple((cell[0], share) for cell in step.targets if cell[0] != step.rank),
@@ -85,10 +85,14 @@ def _priced(graph: PriceGraph, step: WideStep, turns: int = 1, waits: int = 0) -
 def _packets(graph: PriceGraph, wide: WideProgram) -> None:
     arrivals = PacketArrivals(graph)
     last: dict[tuple[int, int], tuple[int, ...]] = {}
+    sending: set[tuple[int, int]] = set()
     for step in wide.steps:
         block = step.rank, wide.stream[step.piece]
+        sends = all(cell[1] != PACKET for cell in step.sources) and all(cell[1] == PACKET for cell in step.targets)
+        joined = sends and block in sending  # What is sent one after the other is one operation.
+        sending = sending | {block} if sends else sending - {block}
         places = [(cell, step.rank) for cell in step.sources if cell[1] == PACKET]
-        found = arrivals.take(_priced(graph, step), last.get(block, (graph.launch[step.rank],)), places)
+        found = arrivals.take(_priced(graph, step, joined=joined), last.get(block, (graph.launch[step.rank],)), places)
         last[block] = found.done[:1]
         for cell in step.targets:
             if cell[1] == PACKET:

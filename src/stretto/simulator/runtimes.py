@@ -264,15 +264,15 @@ PRESETS: Mapping[str, Runtime] = MappingProxyType(
         "mscclpp:h200": Runtime(
             name="mscclpp:h200",
             launch_us=1.23,
-            step_us=0.7829,
-            meet_us=0.5593,
-            peer_us=0.6796,
-            place_us=0.06505,
-            block_us=0.004343,
-            thread_us=0.1944,
-            rank_us=0.4984,
-            memory_gb_per_s=3122.0,
-            cache_gb_per_s=6698.0,
+            step_us=0.874,
+            meet_us=0.5428,
+            peer_us=0.5564,
+            place_us=0.102,
+            block_us=0.003891,
+            thread_us=0.1398,
+            rank_us=0.6211,
+            memory_gb_per_s=3091.0,
+            cache_gb_per_s=6833.0,
             cache_mb=50.0,
             instruction_us=dict.fromkeys(OPS[1:], 2.77),
             block_gb_per_s={
@@ -290,7 +290,7 @@ PRESETS: Mapping[str, Runtime] = MappingProxyType(
             contention="fair",
             protocols={
                 "Simple": Protocol(signal_us=1.08),
-                "LL": Protocol(bytes_factor=2.0, signal_us=0.1922, step_us=0.2263, poll_us=0.2324, send_us=0.1318),
+                "LL": Protocol(bytes_factor=2.0, signal_us=0.5019, step_us=0.2763, poll_us=0.2492, send_us=0.1079),
             },
             notes=(
                 "the executor of MSCCL++ 0.10 on an H200 under MPS, blocks of 1024 threads, protocol Simple",
