@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stretto import AllReduce
+from stretto import AllReduce, Broadcast
 from stretto.algorithms import algorithm
 from stretto.errors import InvalidInput, StrettoError, VerificationError
 from stretto.programs import Program
@@ -87,6 +87,19 @@ def test_pieces_that_travel_alike_become_a_loop() -> None:
     loop = next(op for op in blocks[0]["ops"] if op["name"] == "pipeline")
     assert loop["iter_context"] == {"unit_size": 4096, "num_chunks": 16}
     check_plan(loads(json.dumps(plan)), seeds=[0])
+
+
+def test_streams_of_different_pieces_loop_as_often_as_each_needs() -> None:
+    src, dst = [0, 1, 0, 1, 0, 2], [1, 2, 1, 2, 2, 1]
+    program = Program.from_steps(
+        "unlike", Broadcast(3, chunks=3), src=src, dst=dst, chunk=[0, 0, 1, 1, 2, 2], step=[0, 1, 0, 1, 0, 1]
+    )
+    plan = json.loads(dumps(program, form=PlanForm(streams=2, loop_bytes=64)))
+    loops = [op["iter_context"] for tb in plan["gpus"][0]["threadblocks"] for op in tb["ops"] if "iter_context" in op]
+    assert sorted(loop["num_chunks"] for loop in loops) == [1, 2]
+    check_plan(loads(json.dumps(plan)), seeds=[0, 1])
+    with pytest.raises(InvalidInput, match="chunks in one stream cannot be shared"):
+        dumps(program, form=PlanForm(loop_bytes=64))
 
 
 def test_many_ranks_take_several_operations() -> None:

@@ -6,20 +6,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
-from ..cluster import Cluster
-from ..errors import InvalidInput
-from ..files import convert, parse_json, read_text
-from ..programs import Lowered, Program
-from ..programs.formats import load_program
-from ..programs.formats.mscclpp_wide import PlanForm
-from ..programs.lower import lower
-from ..programs.wide import WideProgram, widen
+from ..programs.fused import Fused
 from ..report.table import ResultTable
 from ..simulator import Runtime
-from ..simulator.runtime_fit import RuntimeRow, fit_runtime
+from ..simulator.runtime_fit import fit_runtime
 from ..simulator.runtimes import PRESETS
 from ..units import format_bytes, format_us
 from .common import out, parse_names, progress
@@ -29,22 +21,11 @@ from .outputs import OutputFiles, output
 app = typer.Typer(no_args_is_help=True, help="What the instructions of a runtime cost: list, show, fit.")
 
 FREE = ("launch_us", "instruction_us", "signal_us", "handover_us", "put", "reduce", "copy", "receive")
-MAX_ROWS = 10_000
-
-
-class _Measured(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    program: str
-    nbytes: int
-    time_us: float
-    zero_copy: bool = False
-    wide: str | None = None
-    """The form of wide steps, such as ``slices=8``; left out for instruction streams."""
-    judge: bool = False
-
-
-class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    cluster: str
-    rows: list[_Measured]
+FUSED = (
+    "launch_us", "step_us", "meet_us", "peer_us", "place_us", "block_us", "rank_us", "memory_gb_per_s",
+    "cache_gb_per_s", "step_us:LL", "poll_us:LL", "send_us:LL", "signal_us:LL", "read", "add", "write",
+)  # fmt: skip
+"""What is fitted to a table of the GPU executor's calls."""
 
 
 @app.command("list")
@@ -135,7 +116,9 @@ def price_rows(runtime: Runtime) -> list[tuple[str, str]]:
 
 @app.command()
 def fit(
-    measured: Annotated[Path, typer.Argument(metavar="ROWS.json", help="Measured times; see docs/runtimes.md.")],
+    measured: Annotated[
+        Path, typer.Argument(metavar="ROWS.json|ROWS.csv", help="Measured times; see docs/runtimes.md.")
+    ],
     target: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE.yaml", callback=output(".yaml"), help="Write the runtime.")
     ],
@@ -144,7 +127,11 @@ def fit(
     ] = "mscclpp:h200",
     name: Annotated[str | None, typer.Option(help="The new runtime's name. Default: the file's.")] = None,
     free: Annotated[
-        str | None, typer.Option(metavar="NAME,NAME", help=f"The prices to fit. Default: {','.join(FREE)}.")
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME",
+            help=f"The prices to fit. Default: {','.join(FREE)}; for a table {','.join(FUSED)}.",
+        ),
     ] = None,
     rows: JsonOption = None,
 ) -> None:
@@ -154,76 +141,44 @@ def fit(
     Examples:
       stretto runtime fit measured.json -o mine.yaml
       stretto runtime fit measured.json --free put,reduce -o mine.yaml
+      stretto runtime fit benchmarks/gpu_h200.csv -o stretto-gpu.yaml
     """
     from dataclasses import replace
 
+    from .runtime_rows import read_rows
+
     given = read_rows(measured)
+    table = any(isinstance(row.lowered, Fused) for _, row, _ in given)
     seen = [(label, row) for label, row, judge in given if not judge]
     unseen = [(label, row) for label, row, judge in given if judge]
     base = replace(Runtime.load(start), name=name or target.stem, notes=(f"fitted to {len(seen)} times",))
+    if table:
+        # The GPU executor has no instruction streams, and as many blocks as were measured.
+        work = {key: rate for key, rate in base.block_gb_per_s.items() if key in ("read", "add", "write")}
+        most = max(row.blocks for _, row, _ in given)
+        base = replace(base, instruction_us={}, block_gb_per_s=work, handover_us=0.0, window=0, max_blocks=most)
     with progress("fitting", 1) as advance:
         found = fit_runtime(
             [row for _, row in seen],
             base,
-            free=parse_names(free) or FREE,
+            free=parse_names(free) or (FUSED if table else FREE),
             judge=[row for _, row in unseen],
             report=advance,
         )
     files = OutputFiles()
     files.write(target, found.runtime.save)
-    table = ResultTable("program", ">bytes", ">measured", ">predicted over it", "")
+    shown = ResultTable("program", ">bytes", ">measured", ">predicted over it", "")
     lines = [
         *((*pair, ratio, "") for pair, ratio in zip(seen, found.fitted, strict=True)),
         *((*pair, ratio, "not fitted") for pair, ratio in zip(unseen, found.judged, strict=True)),
     ]
     for label, row, ratio, note in lines:
-        table.add_row(label, format_bytes(row.nbytes), format_us(row.time_us), f"{ratio:.2f}", note)
+        shown.add_row(label, format_bytes(row.nbytes), format_us(row.time_us), f"{ratio:.2f}", note)
     files.json(rows, {"rows": [
         {"program": label, "nbytes": row.nbytes, "time_us": row.time_us, "ratio": ratio, "fitted": not note}
         for label, row, ratio, note in lines
     ]})  # fmt: skip
-    out().print(table)
+    out().print(shown)
     judged = "of those that were not fitted" if unseen else "(all were fitted)"
     out().print(f"mean deviation {100 * found.error:.1f} % {judged}")
     files.tell(f"stretto runtime show {target}")
-
-
-def read_rows(path: Path) -> list[tuple[str, RuntimeRow, bool]]:
-    """Measured times from a file: the name of each program, the measurement, and whether it is only judged."""
-    where = str(path)
-    form = convert(parse_json(read_text(path), where=where), _File, where=where)
-    if not 1 <= len(form.rows) <= MAX_ROWS:
-        raise InvalidInput(f"{where}: rows: must be 1..{MAX_ROWS}, not {len(form.rows)}")
-    cluster = Cluster.load(form.cluster)
-    streams: dict[tuple[str, str | None], Lowered | WideProgram] = {}
-    found = []
-    for at, row in enumerate(form.rows):
-        key = row.program, row.wide
-        how = None if row.wide is None else PlanForm.parse(row.wide)
-        if key not in streams:
-            streams[key] = _streams(path.parent / row.program, how)
-        try:
-            one = RuntimeRow(
-                lowered=streams[key],
-                cluster=cluster,
-                nbytes=row.nbytes,
-                time_us=row.time_us,
-                zero_copy=row.zero_copy,
-                form=how,
-            )
-        except InvalidInput as error:
-            raise InvalidInput(f"{where}: rows[{at}].{error}") from None
-        found.append((row.program, one, row.judge))
-    return found
-
-
-def _streams(path: Path, form: PlanForm | None) -> Lowered | WideProgram:
-    """What ran: the wide steps of a program in some form, or its instruction streams."""
-    program = load_program(path)
-    if form is not None:
-        if not isinstance(program, Program):
-            raise InvalidInput(f"{path}: wide steps are made of a program in the text form")
-        return widen(program, packets=form.protocol == "LL", streams=form.streams)
-    lowered = program if isinstance(program, Lowered) else lower(program)  # type: ignore[arg-type]
-    lowered.verify()
-    return lowered

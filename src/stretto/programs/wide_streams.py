@@ -52,14 +52,17 @@ def divide(steps: Sequence[WideStep], group: Sequence[int], streams: int) -> tup
     for s in steps:
         work[group[s.piece]][s.rank] += s.count * (len(s.sources) + len(s.targets))
     load: list[dict[int, float]] = [defaultdict(float) for _ in range(streams)]
+    total = [0.0] * streams
     chosen: dict[int, int] = {}
     for number in sorted(set(group)):
         mine = work[number]
         heavy = max(mine, key=lambda r: mine[r], default=0)
         first = min(mine, default=0) + heavy
         order = [(first + k + number) % streams for k in range(streams)]
-        best = min(order, key=lambda s: max((load[s][r] + w for r, w in mine.items()), default=0.0))
+        # Of streams in which a piece does not delay others on its ranks, the one that has least to do.
+        best = min(order, key=lambda s: (max((load[s][r] + w for r, w in mine.items()), default=0.0), total[s]))
         chosen[number] = best
+        total[best] += sum(mine.values())
         for r, w in mine.items():
             load[best][r] += w
     used = {s: k for k, s in enumerate(sorted(set(chosen.values())))}

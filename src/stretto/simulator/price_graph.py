@@ -28,10 +28,10 @@ class PricedStep:
     """What one rank does at once: read several places, add them up, write several places."""
 
     rank: int
-    plain_reads: int = 0
-    packet_reads: int = 0
-    plain_writes: int = 0
-    packet_writes: int = 0
+    plain_reads: float = 0.0
+    packet_reads: float = 0.0
+    plain_writes: float = 0.0
+    packet_writes: float = 0.0
     nbytes: float
     """The bytes of each place."""
     inward: tuple[tuple[int, float], ...] = ()

@@ -13,10 +13,12 @@ import numpy as np
 from ..cluster import Cluster
 from ..errors import InvalidInput, unknown
 from ..programs.formats.mscclpp_wide import PlanForm
+from ..programs.fused import Fused
 from ..programs.lowered import OPS, Lowered
 from ..programs.wide import WideProgram
 from ..units import LARGEST
 from .priced import run_priced
+from .priced_fused import fused_time_us
 from .priced_wide import wide_time_us
 from .runtimes import WIDE_PRICES, WORK, Runtime
 
@@ -29,7 +31,7 @@ MAX_ROUNDS = 12
 class RuntimeRow:
     """One measurement: streams that ran on a cluster with so many bytes, and the time that they took."""
 
-    lowered: Lowered | WideProgram
+    lowered: Lowered | WideProgram | Fused
     cluster: Cluster
     nbytes: float
     time_us: float
@@ -37,6 +39,8 @@ class RuntimeRow:
     """Whether messages were written straight to their place: taking them out of slots then costs nothing."""
     form: PlanForm | None = None
     """How wide steps were carried out."""
+    blocks: int = 1
+    """The blocks of each rank that ran fused steps."""
 
     def __post_init__(self) -> None:
         for key in ("nbytes", "time_us"):
@@ -117,6 +121,9 @@ def fit_runtime(
 def _ratio(row: RuntimeRow, runtime: Runtime) -> float:
     if isinstance(row.lowered, WideProgram):
         return wide_time_us(row.lowered, row.cluster, nbytes=row.nbytes, form=row.form, runtime=runtime) / row.time_us
+    if isinstance(row.lowered, Fused):
+        took = fused_time_us(row.lowered, row.cluster, nbytes=row.nbytes, blocks=row.blocks, runtime=runtime)
+        return took / row.time_us
     prices = runtime.without("receive") if row.zero_copy else runtime
     return run_priced(row.lowered, row.cluster, nbytes=row.nbytes, runtime=prices).total_us / row.time_us
 

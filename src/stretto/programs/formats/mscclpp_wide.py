@@ -152,15 +152,9 @@ class _PlanWriter:
 
     def __init__(self, wide: WideProgram, form: PlanForm, max_threadblocks: int) -> None:
         self.wide, self.slices = wide, form.slices
-        slices, loop_bytes = form.slices, form.loop_bytes
+        slices, self.loop_bytes = form.slices, form.loop_bytes
         self.multicast = wide.program.collective.num_ranks if form.multicast else 0
         self.ranks = wide.program.collective.num_ranks
-        counts = {s.count for s in wide.steps}
-        if loop_bytes and (len(counts) > 1 or min(counts, default=1) % slices):
-            raise InvalidInput(
-                f"loop_bytes: pieces of {sorted(counts)} chunks cannot be shared by {slices} slices in a loop"
-            )
-        self.loop = (loop_bytes, min(counts, default=1) // slices) if loop_bytes else None
         # Packets take two chunks of scratch each, and lie behind what is stored plainly.
         self.packet_base = [(plain + 1) // 2 for plain in wide.scratch]
         self.blocks: list[list[list[list[WideOp]]]] = [[] for _ in range(self.ranks)]
@@ -183,29 +177,36 @@ class _PlanWriter:
     def _write_stream(self, stream: int) -> None:
         steps = [s for s in self.wide.steps if self.wide.stream[s.piece] == stream]
         sync = StreamSync(steps, self.ranks, packets=any(self.wide.slots))
+        counts = {s.count for s in steps}
+        if self.loop_bytes and (len(counts) > 1 or min(counts, default=1) % self.slices):
+            raise InvalidInput(
+                f"loop_bytes: pieces of {sorted(counts)} chunks in one stream cannot be shared by {self.slices} slices "
+                "in a loop"
+            )
         for r in range(self.ranks):
             block = BlockWriter(
                 r, in_place=self.wide.program.collective.in_place, once=sync.touched_once, multicast=self.multicast
             )
             block.signal(sync.signals(r, 0), relaxed=True)
-            if self.loop:
+            if self.loop_bytes:
                 block.wait(sync.first_waits(r), relaxed=True)
                 block.meet()
             body = len(block.ops)
             for step, waits, signals in sync.schedule(r):
-                if not self.loop:
+                if not self.loop_bytes:
                     block.wait([q for q, need in waits if need == 0], relaxed=True)
                 block.wait([q for q, need in waits if need > 0])
                 block.step(step)
                 block.signal(signals)
-            if self.loop and len(block.ops) > body:
+            if self.loop_bytes and len(block.ops) > body:
                 block.meet(always=True)  # The next turn begins where this one ends.
             after = len(block.ops)
             block.signal(sync.last_signals(r))
             block.wait(sync.last_waits(r))
             ops = block.ops
-            if self.loop and after > body:
-                ops = [*ops[:body], WideOp(name="pipeline", inner=tuple(ops[body:after])), *ops[after:]]
+            if self.loop_bytes and after > body:
+                loop = WideOp(name="pipeline", inner=tuple(ops[body:after]), count=min(counts) // self.slices)
+                ops = [*ops[:body], loop, *ops[after:]]
             self.talks |= {(min(r, q), max(r, q), stream) for op in ops for q in op.all_peers()}
             self.blocks[r].append(self._cut(r, ops))
 
@@ -215,7 +216,7 @@ class _PlanWriter:
             return []
         if sum(1 + len(op.inner) for op in ops) <= MAX_OPS:
             return [ops]
-        if self.loop:
+        if self.loop_bytes:
             raise InvalidInput(f"loop_bytes: rank {rank} has more than {MAX_OPS} operations in a stream; cut it more")
         pieces: list[list[WideOp]] = []
         rest, meet = ops, WideOp(name="nop")
@@ -325,8 +326,8 @@ class _PlanWriter:
                 out["semaphore_ids"] = [op.semaphore + slice_]
             if op.reduces:
                 out["reduce_op"] = "sum"
-            if op.inner and self.loop:
-                out["iter_context"] = {"unit_size": self.loop[0], "num_chunks": self.loop[1]}
+            if op.inner:
+                out["iter_context"] = {"unit_size": self.loop_bytes, "num_chunks": op.count}
                 out["ops"] = [render(inner) for inner in op.inner]
             return out
 

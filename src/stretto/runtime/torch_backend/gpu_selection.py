@@ -2,7 +2,7 @@
 """Which program runs for a collective on GPU memory: a pure function of what all ranks know.
 
 The first source with an answer: a table made for this job (STRETTO_TABLE); the library's programs, simulated with the
-price of the GPU executor's instructions on the cluster (STRETTO_CLUSTER); without a cluster the straight way.
+price of the GPU executor's steps on the cluster (STRETTO_CLUSTER); without a cluster the straight way.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ from ...algorithms.registry import FOR_COMPARISON, defined_for
 from ...cluster import Cluster
 from ...errors import StrettoError
 from ...programs import Program
-from ...programs.lower import lower
-from ...simulator.priced import run_priced
+from ...programs.fused import fuse
+from ...simulator.priced_fused import fused_time_us
 from ...simulator.runtimes import PRESETS
 from ...units import format_us
+from ..gpu.communicator import LL_BYTES, MAX_BLOCKS
+from ..gpu.encode import VECTOR_BYTES, block_count, chunk_elements
 from .gpu_layout import KINDS
 from .selection import AS_FAST, ProgramPick, Selector
 
 PRICE = "stretto-gpu:h200"
 """The runtime whose price decides; where it is not known there is no simulation."""
 MAX_SIMULATED = 32
+ELEMENT = 4
+"""The bytes of an element for which blocks are counted; others differ by a rounding."""
 IN_PLACE = ("all_reduce", "broadcast", "reduce")
 STRAIGHT = "every rank reaches every other one's memory"
 ONE_TRIP_BYTES = 512 << 10
@@ -93,12 +97,19 @@ class GpuSelector:
         for name in self._names(kind):
             try:
                 program = self._selector.build(name, kind, root=root, in_place=kind in IN_PLACE)
-                timed.append(
-                    (run_priced(lower(program), cluster, nbytes=nbytes, runtime=self._price).total_us, program)
-                )
+                timed.append((self._time_us(program, cluster, nbytes), program))
             except StrettoError as error:
                 rejected.append((name, str(error)))
         return timed, rejected
+
+    def _time_us(self, program: Program, cluster: Cluster, nbytes: int) -> float:
+        """How long a call through slots takes with as many blocks as the communicator would give it."""
+        packets = nbytes <= LL_BYTES and "LL" in self._price.protocols
+        fused = fuse(program, protocol="ll" if packets else "simple")
+        whole = -(-nbytes // (ELEMENT * program.collective.num_chunks)) * program.collective.num_chunks
+        sizes = chunk_elements(program.collective, whole, VECTOR_BYTES // ELEMENT)
+        blocks = block_count(fused, sizes, ELEMENT, min(MAX_BLOCKS, self._price.max_blocks or MAX_BLOCKS))
+        return fused_time_us(fused, cluster, nbytes=max(nbytes, 1), blocks=blocks, runtime=self._price)
 
     def _names(self, kind: str) -> Iterable[str]:
         return (name for name in defined_for(kind, len(self._selector.devices)) if name not in FOR_COMPARISON)

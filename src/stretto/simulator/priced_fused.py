@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The time of fused steps: what the steps, signals and blocks of the GPU executor cost beside what the links take."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..cluster import Cluster
+from ..errors import InvalidInput
+from ..programs.fused import PACKET, Fused, FusedStep
+from .price_graph import PacketArrivals, PricedStep, PriceGraph
+from .runtimes import Runtime, runtime_of
+
+NAMES = {"simple": "Simple", "ll": "LL"}
+MOST_ROUNDS = 8
+"""The most rounds that are simulated; more of them are taken to be as many, each longer."""
+SLOT_BYTES, PACKET_BYTES, SLOT_BLOCKS = 64 << 20, 8 << 20, 32
+"""What a communicator has by default: memory for slots and for packets, divided among so many blocks."""
+PIPELINED_FROM, PIPELINE_BYTES = 4, 128 << 10
+"""From so many levels on, a block moves no more of a slice in one round."""
+
+
+def fused_time_us(
+    fused: Fused, cluster: Cluster, *, nbytes: float, blocks: int = 1, runtime: Runtime | str | Path
+) -> float:
+    """Simulate fused steps as a runtime runs them.
+
+    Block b of every rank runs the whole stream on its slice of every chunk, so that one block with all of the bytes'
+    rate stands for all. A step waits for the one before it and for signals; packets are read while they come.
+
+    Args:
+        fused: The steps of all ranks.
+        cluster: The cluster.
+        nbytes: The bytes that the collective moves, > 0.
+        blocks: The blocks of a rank.
+        runtime: The runtime, its name or its file.
+
+    Returns:
+        The time until the last rank is done, in microseconds.
+
+    Raises:
+        InvalidInput: The runtime lacks the protocol, or runs fewer blocks.
+
+    >>> from stretto.algorithms import algorithm
+    >>> from stretto.programs.fused import fuse
+    >>> direct, cluster = algorithm("direct", "all_reduce", 8), Cluster.preset("shared_gpu")
+    >>> small, large = (fused_time_us(fuse(direct, symmetric=True), cluster, nbytes=nbytes, blocks=16,
+    ...     runtime="mscclpp:h200") for nbytes in (1024, 1 << 26))
+    >>> small < 20 < large
+    True
+    """
+    prices = runtime_of(runtime)
+    if blocks < 1:
+        raise InvalidInput(f"blocks: must be >= 1, not {blocks}")
+    if prices.max_blocks and blocks > prices.max_blocks:
+        raise InvalidInput(f"blocks: {blocks} are more than the {prices.max_blocks} that {prices.name} runs")
+    graph = PriceGraph(
+        collective=fused.collective, cluster=cluster, nbytes=nbytes, prices=prices, protocol=NAMES[fused.protocol],
+        blocks=blocks, slices=blocks,
+    )  # fmt: skip
+    _Streams(fused, graph, min(rounds_of(fused, nbytes, blocks), MOST_ROUNDS)).add()
+    return graph.total_us()
+
+
+def rounds_of(fused: Fused, nbytes: float, blocks: int) -> int:
+    """In how many rounds a call goes through the slots of a communicator, as it is by default.
+
+    Args:
+        fused: The steps.
+        nbytes: The bytes that the collective moves.
+        blocks: The blocks of a rank.
+
+    Returns:
+        The rounds, >= 1.
+    """
+    largest = float(fused.collective.chunk_share.max(initial=0.0)) * nbytes
+    room = part = max(largest / blocks, 1.0)
+    for slots, memory in ((fused.slots, SLOT_BYTES), (2 * fused.packets, PACKET_BYTES)):
+        if slots:
+            room = min(room, memory / SLOT_BLOCKS / 2 / slots)
+    if fused.depth >= PIPELINED_FROM:
+        room = min(room, PIPELINE_BYTES)
+    return -int(-part // room)
+
+
+class _Streams:
+    """Adds the streams of all ranks to a graph, level by level, round behind round."""
+
+    def __init__(self, fused: Fused, graph: PriceGraph, rounds: int) -> None:
+        self._fused, self._graph, self._rounds = fused, graph, rounds
+        self._share = fused.collective.chunk_share * graph.nbytes / rounds
+        self._last: list[tuple[int, ...]] = [(event,) for event in graph.launch]
+        self._told: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+
+    def add(self) -> None:
+        fused, graph = self._fused, self._graph
+        meet_us = graph.prices.meet_us
+        for rank, peers in enumerate(fused.ready):
+            if peers:
+                heard = [graph.event(meet_us, [graph.launch[q]]) for q in peers]
+                self._last[rank] = (graph.event(graph.wait_us(len(peers)), [graph.launch[rank], *heard]),)
+        order = sorted(
+            ((step.level, rank, step) for rank, stream in enumerate(fused.steps) for step in stream),
+            key=lambda entry: entry[:2],
+        )
+        for _ in range(self._rounds):
+            self._told = defaultdict(list)
+            for rank, peers in enumerate(fused.starts):
+                for q in peers:
+                    self._told[rank, q].append(self._last[rank])
+            arrivals = PacketArrivals(graph)
+            for _, rank, step in order:
+                self._step(rank, step, arrivals)
+        for rank, peers in enumerate(fused.done):
+            if peers:
+                heard = [graph.event(meet_us, self._last[q]) for q in peers]
+                graph.event(graph.wait_us(len(peers)), [*heard, *self._last[rank]])
+
+    def _step(self, rank: int, step: FusedStep, arrivals: PacketArrivals) -> None:
+        graph = self._graph
+        after = list(self._last[rank])
+        for q, number in step.waits:
+            after.append(graph.event(graph.prices.meet_us, self._told[q, rank][number - 1]))
+        places = {
+            place for item in step.items for place in item.sources if place.space == PACKET and place.rank == rank
+        }
+        found = arrivals.take(self._priced(rank, step), after, [(place, rank) for place in sorted(places)])
+        # Whoever sends packets does not wait until they have arrived.
+        self._last[rank] = found.done if graph.protocol == "Simple" else found.done[:1]
+        for item in step.items:
+            for place in item.targets:
+                if place.space == PACKET:
+                    arrivals.sent(place, found)
+        for q in step.signals:
+            self._told[rank, q].append(found.done)
+
+    def _priced(self, rank: int, step: FusedStep) -> PricedStep:
+        sizes = [float(self._share[item.chunk]) for item in step.items]
+        total = sum(sizes)
+        count = {(side, packet): 0.0 for side in (0, 1) for packet in (False, True)}
+        moves: tuple[dict[int, float], dict[int, float]] = (defaultdict(float), defaultdict(float))
+        for item, size in zip(step.items, sizes, strict=True):
+            for side, places in enumerate((item.sources, item.targets)):
+                for place in places:
+                    count[side, place.space == PACKET] += size / total if total else 1 / len(sizes)
+                    if place.rank != rank:
+                        moves[side][place.rank] += size
+        return PricedStep(
+            rank=rank, nbytes=total, waits=len(step.waits),
+            plain_reads=count[0, False], packet_reads=count[0, True],
+            plain_writes=count[1, False], packet_writes=count[1, True],
+            inward=_sorted(moves[0]), outward=_sorted(moves[1]),
+        )  # fmt: skip
+
+
+def _sorted(moves: dict[int, float]) -> tuple[tuple[int, float], ...]:
+    found: Sequence[tuple[int, float]] = sorted(moves.items())
+    return tuple(found)
