@@ -8,7 +8,8 @@ of threadblocks, and a reduce-scatter in the manner of its all-reduce. All but o
 the form that the price list ``mscclpp:h200`` picks among those that were measured; `ratio` is its measured time over
 that of the best own plan, `best_of_ours` that of the fastest form. Prices are fitted to the times of 2 and 8 ranks at
 every other size; the others are the judges. ``--every`` prints each time of ours beside the predicted one, ``--fit``
-fits the prices anew.
+fits the prices anew. ``--confirmed`` is about a later run (`mscclpp_h200_confirmed.csv`): there `chosen` was picked by
+the price list before the run, and `spread` is the least and the most of five.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from stretto.simulator.priced_wide import wide_time_us
 from stretto.simulator.runtime_fit import RuntimeRow, fit_runtime
 
 DATA = Path(__file__).parent / "mscclpp_h200.csv"
+CONFIRMED = DATA.with_name("mscclpp_h200_confirmed.csv")
 FITTED_SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 26)
 Key = tuple[str, int, int]
 
@@ -88,12 +90,48 @@ def choices(own: dict[Key, float], ours: dict[Key, dict[PlanForm, tuple[float, f
     return rows
 
 
+def confirmed() -> list[Row]:
+    """The run whose plans were chosen beforehand: each beside the best own plan of the same run."""
+    own: dict[Key, float] = {}
+    chosen: dict[Key, Row] = {}
+    prices, off = Prices(), list[float]()
+    with CONFIRMED.open() as file:
+        for line in csv.DictReader(file):
+            key, took = (line["collective"], int(line["ranks"]), int(line["nbytes"])), float(line["median_us"])
+            if line["system"] == "mscclpp":
+                own[key] = min(own.get(key, took), took)
+                continue
+            form = PlanForm.parse(line["form"].replace(" ", ","))
+            said = prices.time_us(prices.row(key, form, took))
+            off.append(abs(said / took - 1))
+            if line["system"] == "stretto":
+                chosen[key] = {
+                    "case": f"{key[0]} on {key[1]}", "nbytes": key[2], "own_us": 0.0, "time_us": took,
+                    "spread": f"{line['least_us']}..{line['most_us']}", "ratio": 0.0, "predicted_us": said,
+                    "chosen": str(form),
+                }  # fmt: skip
+    ratios = []
+    for key, row in sorted(chosen.items()):
+        ratios.append(float(str(row["time_us"])) / own[key])
+        row["own_us"], row["ratio"] = own[key], ratios[-1]
+    over = sum(ratio > 1.1 for ratio in ratios)
+    return [
+        *(row for _, row in sorted(chosen.items())),
+        {"case": f"mean; {over} of {len(ratios)} above 1.1", "ratio": sum(ratios) / len(ratios)},
+        {"case": f"mean deviation of {len(off)} times, none of them fitted", "ratio": 1 + sum(off) / len(off)},
+    ]
+
+
 def main() -> None:
     """Print the ratios, and how far the predictions are off."""
     parser = common_options(__doc__)
     parser.add_argument("--every", action="store_true", help="print every time of ours beside the predicted one")
     parser.add_argument("--fit", action="store_true", help="fit the prices anew, which takes some ten minutes")
+    parser.add_argument("--confirmed", action="store_true", help="the run whose plans were chosen beforehand")
     args = parser.parse_args()
+    if args.confirmed:
+        finish(confirmed(), args, title="plans of wide steps over MSCCL++'s own, chosen before the run")
+        return
     own: dict[Key, float] = {}
     ours: dict[Key, dict[PlanForm, tuple[float, float]]] = defaultdict(dict)
     off: dict[bool, list[float]] = {True: [], False: []}

@@ -157,6 +157,7 @@ def fit(
         work = {key: rate for key, rate in base.block_gb_per_s.items() if key in ("read", "add", "write")}
         most = max(row.blocks for _, row, _ in given)
         base = replace(base, instruction_us={}, block_gb_per_s=work, handover_us=0.0, window=0, max_blocks=most)
+        base = replace(base, thread_us=0.0, holds_block=False)
     with progress("fitting", 1) as advance:
         found = fit_runtime(
             [row for _, row in seen],

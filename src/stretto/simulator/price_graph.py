@@ -41,11 +41,8 @@ class PricedStep:
     """The signals that it waits for."""
     joined: bool = False
     """Whether it is a part of the operation before it, so that only its places cost something."""
-
-    @property
-    def adds(self) -> bool:
-        """Whether it adds up."""
-        return self.plain_reads + self.packet_reads > 1
+    adds: bool = False
+    """Whether it adds up what it reads."""
 
 
 @dataclass(frozen=True)

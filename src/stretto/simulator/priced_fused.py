@@ -137,18 +137,19 @@ class _Streams:
             self._told[rank, q].append(found.done)
 
     def _priced(self, rank: int, step: FusedStep) -> PricedStep:
+        """A step with the places of all of its items, each of their mean size."""
         sizes = [float(self._share[item.chunk]) for item in step.items]
-        total = sum(sizes)
+        mean = sum(sizes) / len(sizes)
         count = {(side, packet): 0.0 for side in (0, 1) for packet in (False, True)}
         moves: tuple[dict[int, float], dict[int, float]] = (defaultdict(float), defaultdict(float))
         for item, size in zip(step.items, sizes, strict=True):
             for side, places in enumerate((item.sources, item.targets)):
                 for place in places:
-                    count[side, place.space == PACKET] += size / total if total else 1 / len(sizes)
+                    count[side, place.space == PACKET] += size / mean if mean else 1.0
                     if place.rank != rank:
                         moves[side][place.rank] += size
         return PricedStep(
-            rank=rank, nbytes=total, waits=len(step.waits),
+            rank=rank, nbytes=mean, waits=len(step.waits), adds=len(step.items[0].sources) > 1,
             plain_reads=count[0, False], packet_reads=count[0, True],
             plain_writes=count[1, False], packet_writes=count[1, True],
             inward=_sorted(moves[0]), outward=_sorted(moves[1]),

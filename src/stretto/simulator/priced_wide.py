@@ -75,7 +75,7 @@ def _priced(graph: PriceGraph, step: WideStep, turns: int = 1, waits: int = 0, j
         for cells in (step.sources, step.targets)
     ]
     return PricedStep(
-        rank=step.rank, nbytes=share, waits=waits, joined=joined,
+        rank=step.rank, nbytes=share, waits=waits, joined=joined, adds=len(step.sources) > 1,
         plain_reads=sides[0][0], packet_reads=sides[0][1], plain_writes=sides[1][0], packet_writes=sides[1][1],
         inward=tuple((cell[0], share) for cell in step.sources if cell[0] != step.rank),
         outward=tuple((cell[0], share) for cell in step.targets if cell[0] != step.rank),

@@ -301,6 +301,31 @@ PRESETS: Mapping[str, Runtime] = MappingProxyType(
                 "which were seen while the model was shaped (docs/calibration.md)",
             ),
         ),
+        "stretto-gpu:h200": Runtime(
+            name="stretto-gpu:h200",
+            launch_us=1.23,
+            step_us=2.548,
+            meet_us=0.2778,
+            peer_us=0.3548,
+            place_us=0.1768,
+            block_us=0.003186,
+            rank_us=0.4601,
+            memory_gb_per_s=4049.0,
+            cache_gb_per_s=5062.0,
+            cache_mb=50.0,
+            block_gb_per_s={"read": 137.7, "add": 25.33, "write": 45.29},
+            max_blocks=32,
+            contention="fair",
+            protocols={
+                "Simple": Protocol(),
+                "LL": Protocol(bytes_factor=2.0, signal_us=0.5019, step_us=0.3548, poll_us=0.1076, send_us=0.07019),
+            },
+            notes=(
+                "Stretto's executor on the memory of one H200 that 2, 4 and 8 ranks share (MPS), November 2026",
+                "fitted to 148 times of two thirds of the programs in benchmarks/gpu_h200.csv,",
+                "and 10 % off in the mean on 75 times of the others (docs/calibration.md)",
+            ),
+        ),
     }
 )
 """The runtimes that have a name."""
