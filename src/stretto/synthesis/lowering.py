@@ -39,8 +39,10 @@ HOPELESS = 2.0
 
 MAX_WIDE = 4096
 """The most chunk moves of a program that is tried as wide steps."""
-MAX_PACKETS = 8e6
+MAX_PACKETS = 2e6
 """The most bytes of a collective for which packets, which take twice the room, are tried."""
+TREES_FROM = 8e6
+"""From so many bytes on, trees in loops are tried where links differ."""
 LL_THREADS = (1024, 512)
 """The threads of threadblocks that read packets, of those that are tried."""
 LOOP_TURNS = (8, 32)
@@ -151,7 +153,7 @@ class _Search:
         if problem.lower != "mscclpp" or prices is None or not prices.knows_wide or len(set(problem.hosts)) > 1:
             return
         direct = _direct(problem)
-        if problem.nbytes > MAX_PACKETS and all(d.time_us > LOWERED_WELL * programs[0].time_us for d in direct):
+        if problem.nbytes > TREES_FROM and all(d.time_us > LOWERED_WELL * programs[0].time_us for d in direct):
             # Links differ, and what is direct goes round. Trees may take half of the time at most.
             half = time.monotonic() + (self.deadline - time.monotonic()) / 2
             most = prices.max_blocks or MAX_THREADBLOCKS
