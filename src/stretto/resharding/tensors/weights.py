@@ -118,6 +118,11 @@ class WeightSync:
         return self._number
 
     @property
+    def usable(self) -> bool:
+        """Whether a further update is possible: none has failed while bytes moved."""
+        return self._broken is None
+
+    @property
     def num_rounds(self) -> int:
         """The number of rounds, one after the other, in which an update moves the tensors."""
         return len(self._state.transfer.rounds)
