@@ -107,7 +107,9 @@ class Certificate:
         price_us = self.lowered_us - self.time_us
         gap = f", {100 * self.runtime_gap:.0f} % above the bound" if self.bound_us > 0 else ""
         form = f" ({self.form})" if self.form else ""
-        return f"; {format_us(self.lowered_us)} on {self.runtime}{form}{gap}: instructions cost {format_us(price_us)}"
+        # A plan that loops can be faster than its program piece by piece: then there is no price to tell.
+        price = f": instructions cost {format_us(price_us)}" if price_us >= 0 else ""
+        return f"; {format_us(self.lowered_us)} on {self.runtime}{form}{gap}{price}"
 
     @property
     def runtime_gap(self) -> float:
