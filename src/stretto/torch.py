@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .pipeline.torch_runtime import pipeline as pipeline
     from .planner.api import PlanResult
     from .resharding.tensors.describe import TensorPart as TensorPart
+    from .resharding.tensors.elastic import ElasticSync as ElasticSync
     from .resharding.tensors.mapped import MappedSync as MappedSync
     from .resharding.tensors.reshard import reshard as reshard
     from .resharding.tensors.weight_run import WeightRun as WeightRun
@@ -109,6 +110,7 @@ _HOMES = {
     "SyncWorld": (".resharding.tensors.world", "SyncWorld"),
     "TensorPart": (".resharding.tensors.describe", "TensorPart"),
     "WeightRun": (".resharding.tensors.weight_run", "WeightRun"),
+    "ElasticSync": (".resharding.tensors.elastic", "ElasticSync"),
     "WeightSync": (".resharding.tensors.weights", "WeightSync"),
     "bench": (".runtime.probe.bench", "bench"),
     "bench_cases": (".runtime.probe.bench", "runs"),
