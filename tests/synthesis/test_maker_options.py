@@ -47,8 +47,8 @@ SAMPLES: dict[str, dict[str, tuple[str, Any]]] = {
 }  # fmt: skip
 """A value for every option of every maker, as a command line and as Python gives it."""
 KINDS = {"flow": "all_to_all", "phases": "all_to_all", "exchange": "all_reduce", "tree_pairs": "all_reduce"}
-CLUSTERS = {"steiner": "ring:5"}
-"""A device more than take part, for the maker that asks devices outside the group for help."""
+CLUSTERS = {"steiner": "ring:5", "phases": "fat_tree:4"}
+"""A device more than take part, for the maker that asks devices outside the group for help; a tree of switches."""
 
 
 def synthesize_of(name: str) -> Any:

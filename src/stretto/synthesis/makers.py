@@ -40,6 +40,7 @@ from .problem import MakerTask, Progress, SynthesisProblem
 LIBRARY = "library"
 SYMMETRIC = "symmetric"
 SKETCHED = "three_stage"
+PHASES = "phases"
 FEW_SKETCHED = 64
 """The most ranks for which sketches that nobody gave are tried."""
 SMALL = 256
@@ -248,6 +249,11 @@ def _with_helpers(problem: SynthesisProblem) -> list[tuple[str, dict[str, Any]]]
     return one_variant(problem)
 
 
+def _on_trees(problem: SynthesisProblem) -> list[tuple[str, dict[str, Any]]]:
+    phases.require_tree(problem.collective, problem.cluster)
+    return one_variant(problem)
+
+
 def _few_roots(problem: SynthesisProblem) -> list[tuple[str, dict[str, Any]]]:
     """Where every rank is a root, half as many ranks are served as where one is."""
     most = isqrt(MAX_PAIRS)
@@ -283,7 +289,9 @@ register_maker(
         options={"pieces": list[Count], "symmetric": bool},
     )
 )
-register_maker(SearchMaker(name="phases", make=_phases, collectives=("all_to_all",), weight=1.0, max_ranks=1024))
+register_maker(
+    SearchMaker(name=PHASES, make=_phases, collectives=("all_to_all",), weight=4.0, max_ranks=1024, variants=_on_trees)
+)
 register_maker(
     SearchMaker(
         name="flow",
@@ -470,7 +478,7 @@ def plan_tasks(
             if name in mine or task.label in mine
         ]
     if problem.ranks > SMALL:
-        tasks.sort(key=lambda task: task.maker == LIBRARY)
+        tasks.sort(key=lambda task: (task.maker == LIBRARY, task.maker != PHASES))
         tasks, refused = _without_whole_programs(problem, tasks, refused) if wanted is None else (tasks, refused)
     for name, values in own.items():
         if name in refused:

@@ -61,12 +61,8 @@ def synthesize(
     1.001
     """
     del budget_s, seed, nbytes, alpha
-    if collective.kind != "all_to_all" or collective.num_ranks < 2:
-        raise Infeasible(f"phases: serves all_to_all of two or more ranks, not {collective.kind}")
-    if collective != AllToAll(collective.ranks, in_place=collective.in_place):
-        raise Infeasible("phases: serves the standard all_to_all with one chunk for each pair of ranks")
     tell = progress or (lambda message, fraction: None)
-    network = _Network.of(cluster, collective.ranks)
+    network = require_tree(collective, cluster)
     n, began = collective.num_ranks, time.monotonic()
     routes: dict[Hops, int] = {}
     src, dst, route = [], [], []
@@ -92,6 +88,15 @@ def synthesize(
     )
     program.verify()
     return program
+
+
+def require_tree(collective: Collective, cluster: Cluster) -> LeafNetwork:
+    """The leaves and planes of the cluster; raises `Infeasible` where it has none, or for another collective."""
+    if collective.kind != "all_to_all" or collective.num_ranks < 2:
+        raise Infeasible(f"phases: serves all_to_all of two or more ranks, not {collective.kind}")
+    if collective != AllToAll(collective.ranks, in_place=collective.in_place):
+        raise Infeasible("phases: serves the standard all_to_all with one chunk for each pair of ranks")
+    return LeafNetwork.of(cluster, collective.ranks)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -174,7 +179,7 @@ def _parts(nodes: set[int], links: Sequence[tuple[int, int]]) -> dict[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Network:
+class LeafNetwork:
     """The leaf of each rank, its links to and from it, and the planes between leaves."""
 
     leaf: list[int]
@@ -183,7 +188,8 @@ class _Network:
     level: _Level
 
     @classmethod
-    def of(cls, cluster: Cluster, ranks: Sequence[int]) -> _Network:
+    def of(cls, cluster: Cluster, ranks: Sequence[int]) -> LeafNetwork:
+        """The network of these ranks' devices; raises `Infeasible` where there are no leaves and planes."""
         links = list(zip(cluster.link_src.tolist(), cluster.link_dst.tolist(), strict=True))
         devices = set(np.flatnonzero(cluster.node_kind == DEVICE).tolist())
         out, into = defaultdict(list), defaultdict(list)
