@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from .launch_queue import Launch, on_stream
 from .recording import current
 from .selection import ProgramPick
 
+ASK = "ranks on several hosts, which STRETTO_GPU=on would run as programs"
 CAPTURED = "a group over several hosts inside the capture of a graph"
 VERDICT_S = 2.0
 """How long to wait for the words of the rank that was the first to give up."""
@@ -36,6 +38,11 @@ BEHIND_S = 5.0
 
 class HostsGpuEngine(GpuEngine):
     """One communicator's programs on the GPUs of several hosts."""
+
+    def refusal(self, call: CollectiveCall) -> str:
+        """Why a call goes to NCCL; empty where it runs as a program. The same on all ranks."""
+        # Never run on GPUs so far: only who asks for it by name gets it.
+        return super().refusal(call) if os.environ.get("STRETTO_GPU") == "on" else ASK
 
     def _refusal_of(self, given: torch.device) -> str:
         if cuda.is_current_stream_capturing():
