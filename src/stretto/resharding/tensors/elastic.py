@@ -23,7 +23,7 @@ MAX_ATTEMPTS = 16
 """Updates that are tried anew, each without the ranks that were lost in the one before, before one is given up."""
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
+class SyncTurn(msgspec.Struct, frozen=True, kw_only=True):
     """What the first trainer announces: the ranks of the next attempt at an update; none of them ends the sync."""
 
     ranks: tuple[int, ...]
@@ -180,11 +180,11 @@ class ElasticSync:
         return set()
 
     def _announce(self, ranks: Sequence[int]) -> None:
-        text = msgspec.json.encode(Turn(ranks=tuple(sorted(ranks))))
+        text = msgspec.json.encode(SyncTurn(ranks=tuple(sorted(ranks))))
         self._store.set(f"elastic/turn/{self._turn + 1}", text)
         self._store.add("elastic/turn", 1)
 
-    def _next(self, deadline: float | None) -> Turn | None:
+    def _next(self, deadline: float | None) -> SyncTurn | None:
         """The next announcement; None if nothing comes in time."""
         key, leader = f"elastic/turn/{self._turn + 1}", self.trainers[0]
         pause_s = PAUSE_S / 8
@@ -196,7 +196,7 @@ class ElasticSync:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S)
         self._turn += 1
-        return msgspec.json.decode(self._store.get(key), type=typed(Turn))
+        return msgspec.json.decode(self._store.get(key), type=typed(SyncTurn))
 
     def _sync_of(self, ranks: tuple[int, ...]) -> WeightSync:
         if self._sync is not None and ranks == self._ranks and self._sync.usable:
