@@ -41,7 +41,7 @@ class HostsGpuEngine(GpuEngine):
 
     def refusal(self, call: CollectiveCall) -> str:
         """Why a call goes to NCCL; empty where it runs as a program. The same on all ranks."""
-        # Never run on GPUs so far: only who asks for it by name gets it.
+        # It has not passed on GPUs so far (docs/gpu.md): only who asks for it by name gets it.
         return super().refusal(call) if os.environ.get("STRETTO_GPU") == "on" else ASK
 
     def _refusal_of(self, given: torch.device) -> str:
