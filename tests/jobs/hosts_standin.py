@@ -86,6 +86,12 @@ class StandinDevice:
         """What it queues happens when the stream comes to it."""
         stream.add(queue)
 
+    def mark(self, stream: StandinStream, place: int) -> StandinEvent:
+        """A moment behind everything that the stream holds."""
+        event = StandinEvent()
+        stream.add(event.set)
+        return event
+
     def wait_released(self, stream: StandinStream, number: int) -> None:
         """The stream waits until `release` has been called with at least this number."""
 

@@ -19,7 +19,7 @@ from ...errors import InvalidInput, StrettoError
 from ...programs.ir import Program
 from ...programs.stages import INPUT, Leg, Staged, cut
 from .encode import ELEMENT_BYTES
-from .hosts_device import StagingDevice
+from .hosts_device import Mark, StagingDevice
 from .hosts_plan import (
     HostsPlan,
     HostsStep,
@@ -187,6 +187,10 @@ class HostsCommunicator:
         if loaded.reduce == "avg" and loaded.plan.outputs:
             self._device.run(stream, lambda: target.div_(len(self.hosts)))
 
+    def mark(self, stream: Any) -> Mark:
+        """The moment when a stream, which must be behind the call before, is done with what was launched on it."""
+        return self._device.mark(stream, 1)
+
     def abort(self, why: str) -> None:
         """Make all waits of this rank end at once; the communicator cannot be used afterwards."""
         self._why = self._why or why
@@ -305,14 +309,14 @@ class _Turn:
     def _send(self, step: HostsStep) -> None:
         """Copy to pinned memory, and let the thread do the rest."""
         owner, device, chunk = self._owner, self._device, self._range.chunk
-        before, ready = device.event(), device.event()
+        before = device.event()
         device.record(before, self._stream)
         device.wait(owner._down, before)
         pinned, at = self._region("pack", step.number, step.inputs, host=True), 0
         for run in step.reads:
             device.copy(owner._down, pinned[at : at + run.length * chunk], self._read(run))
             at += run.length * chunk
-        device.record(ready, owner._down)
+        ready = device.mark(owner._down, 0)
         out = self._region("out", step.number, step.outputs, host=True)
         start = partial(
             owner._network.start, self._loaded.legs[step.number, chunk], pinned.data_ptr(), out.data_ptr(),

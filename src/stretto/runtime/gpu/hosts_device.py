@@ -22,6 +22,13 @@ SEMAPHORE_BYTES = 64
 WAITS = ("memory", "callback")
 
 
+class Mark(Protocol):
+    """A moment on a stream about which any thread may ask without a call to CUDA."""
+
+    def query(self) -> bool:
+        """Whether it is over."""
+
+
 class StagingDevice(Protocol):
     """What `HostsCommunicator` asks of a device. Streams and events are the device's own."""
 
@@ -49,6 +56,9 @@ class StagingDevice(Protocol):
     def run(self, stream: Any, queue: Callable[[], object]) -> None:
         """Call something that queues work on the current stream."""
 
+    def mark(self, stream: Any, place: int) -> Mark:
+        """A moment behind everything that the stream holds; those of one place (0 or 1) are one behind the other."""
+
     def wait_released(self, stream: Any, number: int) -> None:
         """The stream waits until `release` has been called with at least this number."""
 
@@ -60,6 +70,17 @@ class StagingDevice(Protocol):
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Memory of the host that the device copies to and from."""
+
+
+class PinnedMark:
+    """A number that the GPU writes to pinned memory: CUDA's own calls may stand still, with the interpreter's lock."""
+
+    def __init__(self, read: Callable[[], int], number: int) -> None:
+        self._read, self._number = read, number
+
+    def query(self) -> bool:
+        """Whether it is over."""
+        return (self._read() - self._number) & 0xFFFFFFFF < 1 << 31
 
 
 class CudaDevice:
@@ -75,6 +96,11 @@ class CudaDevice:
         self._libc = ctypes.CDLL(None)
         self._libc.sem_init(self._semaphore, 0, 0)
         self._posted = 0
+        self._marks = [0, 0]
+        self._marked = [ctypes.c_uint32.from_address(self._word.data_ptr() + 16 * (1 + place)) for place in (0, 1)]
+        self._rung = [ctypes.create_string_buffer(SEMAPHORE_BYTES) for _ in self._marks]
+        for semaphore in self._rung:
+            self._libc.sem_init(semaphore, 0, 0)
         self.how = how or wait_option() or ("memory" if self._can_wait_on_memory() else "callback")
 
     def stream(self) -> Any:
@@ -108,6 +134,28 @@ class CudaDevice:
         """Call something that queues work on the current stream."""
         with self._cuda.stream(stream):
             queue()
+
+    def mark(self, stream: Any, place: int) -> PinnedMark:
+        """A moment behind everything that the stream holds; those of one place (0 or 1) are one behind the other."""
+        self._marks[place] += 1
+        number, on = self._marks[place], ctypes.c_void_p(stream.cuda_stream)
+        if self.how == "memory":
+            where = ctypes.c_uint64(self._word.data_ptr() + 16 * (1 + place))
+            write = self._driver.cuStreamWriteValue32_v2
+            wrong = write(on, where, ctypes.c_uint32(number & 0xFFFFFFFF), ctypes.c_uint(0))
+        else:
+            post, semaphore = (ctypes.cast(each, ctypes.c_void_p) for each in (self._libc.sem_post, self._rung[place]))
+            wrong = self._driver.cuLaunchHostFunc(on, post, semaphore)
+        if wrong:
+            raise StrettoError(f"a stream cannot say where it is: CUDA error {wrong}")
+        return PinnedMark(lambda: self._read_mark(place), number)
+
+    def _read_mark(self, place: int) -> int:
+        if self.how == "memory":
+            return self._marked[place].value
+        found = ctypes.c_int()
+        self._libc.sem_getvalue(self._rung[place], ctypes.byref(found))
+        return found.value
 
     def wait_released(self, stream: Any, number: int) -> None:
         """The stream waits until `release` has been called with at least this number."""

@@ -7,6 +7,7 @@ import contextlib
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,18 @@ SURE_S = 1.0
 """A rank may leave when it is done; who still waits for it after this long waits in vain."""
 BEHIND_S = 5.0
 """How much longer than the call itself its part on the network may take: who looks after the call names the rank."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MarkedLaunch(Launch):
+    """A launch that any thread may ask about without a call to CUDA."""
+
+    mark: Any
+
+    @property
+    def ended(self) -> bool:
+        """Whether the GPU is done with it."""
+        return bool(self.mark.query())
 
 
 class HostsGpuEngine(GpuEngine):
@@ -151,7 +164,8 @@ class HostsGpuEngine(GpuEngine):
                         site.clock.note(began, _timed_event(stream), ended, None)
                 end = cuda.Event()
                 end.record(stream)
-            launch = Launch(stream=stream, end=end, blocks=blocks, capture=0)
+                mark = site.communicator.mark(stream)
+            launch = MarkedLaunch(stream=stream, end=end, blocks=blocks, capture=0, mark=mark)
             site.queue.add(launch)
             self._last = launch
         flight = GpuFlight(

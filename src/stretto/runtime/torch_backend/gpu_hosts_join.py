@@ -35,6 +35,15 @@ from .selection import ProgramPick
 from .symmetric_group import SymmetricGroup
 
 
+class QuietClock(Clock[None]):
+    """Calls CUDA only while somebody records: a call may stand still, with the interpreter's lock."""
+
+    def read(self) -> None:
+        """Tell of everything that has happened."""
+        if self._notes:
+            super().read()
+
+
 class NoSymmetricMemory:
     """Of a rank that is alone on its host."""
 
@@ -160,7 +169,7 @@ def join_hosts(
     with cuda.device(device):
         return HostsSite(
             device=device, communicator=made.communicator, board=made.board, stream=cuda.Stream(device, priority=-1),
-            queue=QUEUES.of(device.index, sm_count(device) // sharers(found)), clock=Clock(device),
+            queue=QUEUES.of(device.index, sm_count(device) // sharers(found)), clock=QuietClock(device),
             nothing=torch.zeros(4 * size, dtype=torch.int32, device=device), watch=WATCHDOG, symmetric=made.symmetric,
             store=_own_store(store), proxy=made.proxy, leave=lambda: job.give_back(number), note=gpudirect(),
         )  # fmt: skip
