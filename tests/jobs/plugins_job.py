@@ -340,8 +340,8 @@ def damaged(sync: Any) -> str:
     """A byte that changes on its way: found by the rank that has it, and no rank takes the version."""
     move = sync._state.move
 
-    def broken(sources: Any, to: int, key: str) -> None:
-        move(sources, to, key)
+    def broken(sources: Any, to: int, key: str, **more: Any) -> None:
+        move(sources, to, key, **more)
         if "b" in sync._state.sets[to]:
             sync._state.sets[to]["b"][1] += 1
 
