@@ -29,7 +29,7 @@ def run_lab(args: Any, asked: dict[str, Any], blocks: int) -> list[dict[str, Any
         rows = Path(folder, "rows")
         environment = {
             "OMP_NUM_THREADS": "1", "NCCL_SOCKET_IFNAME": "eth", "GLOO_SOCKET_IFNAME": "eth", "NCCL_IB_DISABLE": "1",
-            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "STRETTO_GPU": "on", "STRETTO_GPU_BLOCKS": str(blocks),
+            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "STRETTO_GPU": "hosts", "STRETTO_GPU_BLOCKS": str(blocks),
             "NCCL_MAX_NCHANNELS": "2",
         }  # fmt: skip
         command = [

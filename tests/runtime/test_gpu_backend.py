@@ -38,7 +38,7 @@ def call_of(op: str, dtype: torch.dtype = torch.float32, reduce: Any = None, spl
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"STRETTO_GPU": "yes"}, "unknown STRETTO_GPU 'yes'; choose from: on, off"),
+        ({"STRETTO_GPU": "yes"}, "unknown STRETTO_GPU 'yes'; choose from: on, hosts, off"),
         ({"STRETTO_GPU_BLOCKS": "0"}, "STRETTO_GPU_BLOCKS: must be a number from 1 to 1024, not '0'"),
         ({"STRETTO_GPU_BLOCKS": "many"}, "STRETTO_GPU_BLOCKS: must be a number from 1 to 1024, not 'many'"),
         ({"STRETTO_GPU_MEMORY": "much"}, "STRETTO_GPU_MEMORY: size 'much'"),

@@ -49,7 +49,7 @@ def backend_job(folder: Path, hosts: str, *scenario: str) -> list[Any]:
         port = free.getsockname()[1]
     shared = {
         "WORLD_SIZE": str(len(names)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo", "STRETTO_TEST_HOSTS": hosts, "STRETTO_GPU": "on",
+        "GLOO_SOCKET_IFNAME": "lo", "STRETTO_TEST_HOSTS": hosts, "STRETTO_GPU": "hosts",
     }  # fmt: skip
     command = [sys.executable, str(JOBS / "gpu_hosts_backend_job.py"), str(folder), *scenario]
     jobs = []

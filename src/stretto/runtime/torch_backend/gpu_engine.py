@@ -213,7 +213,7 @@ class GpuEngine:
 
     def join(self, device: torch.device) -> str:
         """Why no program runs on the memory of this group's GPUs; empty where one does. All ranks ask together."""
-        return self._refusal_of(device) if self._options.enabled else "STRETTO_GPU is not on"
+        return self._refusal_of(device) if self._options.enabled else "STRETTO_GPU is off"
 
     def load_program(self, program: Program, dtype: torch.dtype, reduce: str, nbytes: int) -> GpuProgram:
         """Make any program of this group ready for `run_program`, after `join`.

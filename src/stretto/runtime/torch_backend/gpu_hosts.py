@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,13 +20,14 @@ from .cuda_clock import cuda
 from .gpu_engine import ERRORS, MARGIN_S, MAX_READY, GpuEngine, Ready, _timed_event
 from .gpu_hosts_join import HostsSite, join_hosts
 from .gpu_layout import GpuBuffers
+from .gpu_options import asked_between_hosts
 from .gpu_selection import IN_PLACE
 from .gpu_work import GpuFlight
 from .launch_queue import Launch, on_stream
 from .recording import current
 from .selection import ProgramPick
 
-ASK = "ranks on several hosts, which STRETTO_GPU=on would run as programs"
+ASK = "ranks on several hosts, which STRETTO_GPU=hosts would run as programs"
 CAPTURED = "a group over several hosts inside the capture of a graph"
 VERDICT_S = 2.0
 """How long to wait for the words of the rank that was the first to give up."""
@@ -55,7 +55,7 @@ class HostsGpuEngine(GpuEngine):
     def refusal(self, call: CollectiveCall) -> str:
         """Why a call goes to NCCL; empty where it runs as a program. The same on all ranks."""
         # It has not passed on GPUs so far (docs/gpu.md): only who asks for it by name gets it.
-        return super().refusal(call) if os.environ.get("STRETTO_GPU") == "on" else ASK
+        return super().refusal(call) if asked_between_hosts() else ASK
 
     def _refusal_of(self, given: torch.device) -> str:
         if cuda.is_current_stream_capturing():

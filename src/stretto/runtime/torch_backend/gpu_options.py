@@ -12,7 +12,7 @@ from ...units import parse_bytes
 
 GIB = 1 << 30
 MAX_BLOCKS = 1024
-STATES = ("on", "off")
+STATES = ("on", "hosts", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,12 @@ class GpuOptions:
 
 def asked_for_programs(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether the user has asked for programs, and not only not refused them: jobs on NCCL stay on it otherwise."""
-    return environment.get("STRETTO_GPU", "") == "on"
+    return environment.get("STRETTO_GPU", "") in ("on", "hosts")
+
+
+def asked_between_hosts(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the user has asked for programs over several hosts, too: on GPUs they have not come to an end yet."""
+    return environment.get("STRETTO_GPU", "") == "hosts"
 
 
 def gpu_options(environment: Mapping[str, str] = os.environ) -> GpuOptions:
@@ -43,7 +48,7 @@ def gpu_options(environment: Mapping[str, str] = os.environ) -> GpuOptions:
     'enabled=True, blocks=16, bytes=67108864'
     >>> gpu_options({"STRETTO_GPU": "no"})
     Traceback (most recent call last):
-    stretto.errors.InvalidInput: unknown STRETTO_GPU 'no'; choose from: on, off
+    stretto.errors.InvalidInput: unknown STRETTO_GPU 'no'; choose from: on, hosts, off
     """
     state = environment.get("STRETTO_GPU", "") or "on"
     if state not in STATES:
@@ -56,4 +61,4 @@ def gpu_options(environment: Mapping[str, str] = os.environ) -> GpuOptions:
         max_bytes = parse_bytes(memory) if memory else GIB
     except InvalidInput as error:
         raise InvalidInput(f"STRETTO_GPU_MEMORY: {error}") from None
-    return GpuOptions(enabled=state == "on", max_blocks=int(blocks) if blocks else None, max_bytes=max_bytes)
+    return GpuOptions(enabled=state != "off", max_blocks=int(blocks) if blocks else None, max_bytes=max_bytes)
