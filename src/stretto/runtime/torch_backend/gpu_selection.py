@@ -104,7 +104,8 @@ class GpuSelector:
 
     def _time_us(self, program: Program, cluster: Cluster, nbytes: int) -> float:
         """How long a call through slots takes with as many blocks as the communicator would give it."""
-        packets = nbytes <= LL_BYTES and "LL" in self._price.protocols
+        small = nbytes * program.collective.num_ranks <= LL_BYTES
+        packets = small and "LL" in self._price.protocols
         fused = fuse(program, protocol="ll" if packets else "simple")
         whole = -(-nbytes // (ELEMENT * program.collective.num_chunks)) * program.collective.num_chunks
         sizes = chunk_elements(program.collective, whole, VECTOR_BYTES // ELEMENT)
