@@ -29,7 +29,7 @@ ELSEWHERE = {
     r"stretto (run|tune|probe|bench|selftest|lab|controller|status)\b": "cli/test_*_command.py",
     r"stretto advise -- ": "test_tutorial.py",
     r".*--backend ray": "synthesis/test_ray_backend.py",
-    r"stretto synth allgather -c now.yaml": "cli/test_synth_command.py",
+    r"stretto synth allgather -c (now.yaml|dgx2:2 .*--sketch dgx2-sk-1.json)": "cli/test_synth_command.py",
     r"stretto program (verify custom.xml|convert ag.txt)": "cli/test_simulate_command.py, cli/test_synth_command.py",
     r"stretto (runtime fit|simulate all -c c.yaml --runtime mine)": "cli/test_runtime_command.py",
     r"stretto plan .*--costs": "cli/test_plan_command.py",

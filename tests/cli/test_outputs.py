@@ -32,7 +32,7 @@ READS = {
     "strategy show strategy", "synth base", "synth sketch", "tune scratch", "weights explain path",
 }  # fmt: skip
 """Parameters that name files to read (a controller makes its token where there is none)."""
-NO_FILES = {"motif show expand", "pipeline export comm", "synth max_bytes", "synth min_bytes"}
+NO_FILES = {"motif show expand", "pipeline export comm", "runtime fit free", "synth max_bytes", "synth min_bytes"}
 """Parameters whose help speaks of writing and that name no file."""
 LIVE = {
     "bench": "needs a job of several ranks (tests/runtime/test_probe_bench.py)",

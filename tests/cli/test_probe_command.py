@@ -48,9 +48,9 @@ def test_without_a_job_one_line_says_how_to_make_one(
         ({}, ("--timeout", "0"), "--timeout: must be more than 0"),
         ({}, ("--preset", "dgx2:1"), "--preset: dgx2:1 has 16 devices, the job 2 ranks"),
         ({}, ("--preset", "nothing"), "unknown preset 'nothing'"),
-        ({}, ("--backend", "mpi"), "unknown --backend 'mpi'; choose from: nccl, gloo"),
-        ({}, ("--costs", "c.csv"), "--costs: goes with --backend"),
-        ({}, ("--backend", "gloo", "--preset", "ring:2"), "--backend: goes with neither --channel nor --preset"),
+        ({}, ("--library", "mpi"), "unknown --library 'mpi'; choose from: nccl, gloo"),
+        ({}, ("--costs", "c.csv"), "--costs: goes with --library"),
+        ({}, ("--library", "gloo", "--preset", "ring:2"), "--library: goes with neither --channel nor --preset"),
         ({}, ("-o", "no/such/folder/x.yaml"), "there is no directory no/such/folder"),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_job_is_probed_by_the_collectives_of_its_backend(tmp_path: Path) -> No
     if why is not None:
         pytest.skip(why)
     cluster, costs = tmp_path / "cluster.yaml", tmp_path / "costs.csv"
-    command = [sys.executable, "-m", "stretto", "probe", "--backend", "gloo", "-o", str(cluster), "--costs", str(costs)]
+    command = [sys.executable, "-m", "stretto", "probe", "--library", "gloo", "-o", str(cluster), "--costs", str(costs)]
     with Lab(hosts=2, ranks_per_host=2, uplinks={"eth": "400mbit"}) as lab:
         done = lab.run(command, timeout_s=LIMIT_S)
     assert done.returncodes == (0,) * 4, done.errors

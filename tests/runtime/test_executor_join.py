@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import socket
@@ -209,10 +210,11 @@ def test_strangers_take_a_bounded_number_of_descriptors(monkeypatch: pytest.Monk
 
 
 def test_nothing_is_left_open_when_ranks_do_not_get_together() -> None:
+    gc.collect()  # Tests before this one may have left objects with open files behind.
     before = len(os.listdir("/proc/self/fd"))
     begin = time.monotonic()
     ranks = joined(None, near=False, timeout_s=2, tokens=(TOKEN, TOKEN, b"quite another secret", TOKEN))
     assert time.monotonic() - begin < LIMIT_S
     assert all(isinstance(each, PeerLost) for each in ranks)
     assert any("token" in str(each) for each in ranks)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before

@@ -37,15 +37,15 @@ def probe(
         str | None, typer.Option(metavar="NAME:N|FILE", help="Compare with this cluster (else with all presets).")
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="The longest that one flow may take.")] = 30.0,
-    backend: Annotated[
-        str | None, typer.Option(metavar="nccl|gloo", help="Measure by collectives of this backend: nccl on GPUs.")
+    library: Annotated[
+        str | None, typer.Option(metavar="nccl|gloo", help="Measure by collectives of this library: nccl on GPUs.")
     ] = None,
     costs: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE.csv",
             callback=output(".csv", only_rank_0=True),
-            help="With --backend: also write what its collectives took.",
+            help="With --library: also write what its collectives took.",
         ),
     ] = None,
     rows: RankJsonOption = None,
@@ -64,13 +64,13 @@ def probe(
           stretto probe -o cluster.yaml
       stretto synth allreduce -c cluster.yaml -b 16M -o ar.xml
       STRETTO_CLUSTER=cluster.yaml torchrun ... train.py
-      torchrun --nproc-per-node 8 -m stretto probe --backend nccl -o c.yaml --costs nccl.csv
+      torchrun --nproc-per-node 8 -m stretto probe --library nccl -o c.yaml --costs nccl.csv
     """
     if not 0 < timeout < 1e6:
         raise InvalidInput(f"--timeout: must be more than 0 and less than 1e6 seconds, not {timeout:g}")
     rank, world = place()
-    if backend is not None or costs is not None:
-        _by_backend(backend, target, costs, rows, rank, alone=not (channel or preset))
+    if library is not None or costs is not None:
+        _by_library(library, target, costs, rows, rank, alone=not (channel or preset))
         return
     known = Cluster.load(preset) if preset is not None else None
     if known is not None and known.num_devices != world:
@@ -91,21 +91,21 @@ def probe(
         files.tell(f"stretto plan -w WORKLOAD -c {target}, or STRETTO_CLUSTER={target} for a job on our backend")
 
 
-def _by_backend(
-    backend: str | None, target: Path, costs: Path | None, rows: Path | None, rank: int, *, alone: bool
+def _by_library(
+    name: str | None, target: Path, costs: Path | None, rows: Path | None, rank: int, *, alone: bool
 ) -> None:
-    """The same by the collectives of a backend."""
+    """The same by the collectives of a library."""
     from ..control.own_costs import LIBRARIES
     from ..control.probe_backend import joined_by, probe_backend
     from ..planner.costs.measured import write_measurements
 
-    if backend is None:
-        raise InvalidInput("--costs: goes with --backend; `stretto bench` times our own executor")
-    library = next((known for known in LIBRARIES if known == backend), None)
+    if name is None:
+        raise InvalidInput("--costs: goes with --library; `stretto bench` times our own executor")
+    library = next((known for known in LIBRARIES if known == name), None)
     if library is None:
-        raise unknown("--backend", backend, LIBRARIES)
+        raise unknown("--library", name, LIBRARIES)
     if not alone:
-        raise InvalidInput("--backend: goes with neither --channel nor --preset")
+        raise InvalidInput("--library: goes with neither --channel nor --preset")
     with joined_by(library, int(os.environ.get("LOCAL_RANK", "0"))):
         cluster, table = probe_backend(library)
     if rank == 0:
@@ -113,7 +113,7 @@ def _by_backend(
         files.write(target, cluster.save)
         if costs is not None:
             files.write(costs, lambda path: write_measurements(path, table))
-        lines = [f"{cluster.num_devices} ranks on {cluster.num_hosts} hosts, by {len(table)} times of {backend}"]
+        lines = [f"{cluster.num_devices} ranks on {cluster.num_hosts} hosts, by {len(table)} times of {library}"]
         files.json(rows, {"cluster": cluster.name, "devices": cluster.num_devices, "lines": lines})
         out().print(lines[0], markup=False, soft_wrap=True)
         more = f" --costs {costs}" if costs is not None else ""

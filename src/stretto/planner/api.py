@@ -33,6 +33,8 @@ from .schedule.schedule import Scheduler, StepSchedule
 from .schedule.search import Progress as Searching
 from .schedule.search import SearchResult, search
 
+ROUNDING = 1e-9
+"""How far, as a share, sums of the same times in another order may lie apart."""
 COSTING_SHARE = 0.4
 """The share of the budget after which no further options are costed."""
 LEAST_COSTING_S = 2.0
@@ -201,8 +203,11 @@ def _plan(
     if retime:
         tell("re-timing link by link", 0.0)
     name, best, link_level_us, notes = judge.chosen(found, starts, retime, least_gain, steps)
+    plain = to_plan(name, best.schedule, problem, cluster)
+    # A plan at the bound may lie below it by a rounding error.
+    rounded = min(found.bound.us, max(plain.iteration_us, found.bound.us * (1 - ROUNDING)))
     made = replace(
-        to_plan(name, best.schedule, problem, cluster), bound_us=found.bound.us, bound_by=found.bound.why,
+        plain, bound_us=rounded, bound_by=found.bound.why,
         baselines_us={name: schedule.period_us for name, schedule in schedules.items()},
         seed=seed, made_by=f"stretto search: {found.evaluations} evaluations, {found.why_stopped}",
         notes=(*compared.notes, *notes),

@@ -49,7 +49,7 @@ def lower_bound(problem: PlanProblem, *, serial: bool = False) -> PeriodBound:
     >>> from stretto.planner.example import figure6
     >>> bound = lower_bound(figure6())
     >>> round(bound.us, 3), bound.why
-    (8.118, 'channel load between forward and the next')
+    (8.462, 'channel load and waiting together, with one option for each')
     """
     nodes = nodes_of(problem.workload)
     option_us = _option_us(problem)
