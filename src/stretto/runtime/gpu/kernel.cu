@@ -622,8 +622,8 @@ template <class E, int OP> DEV void quiet_step(const PacketParams& P, const int*
 // A program before this one may have left slots that others still read: all that was sent so far must have come.
 CALLED void wait_pending(const PacketParams& P) {
   const u32* state = P.state + BLOCK * STATE_WORDS;
-  const int q = (int)THREAD;
-  if (q < P.ranks && q != P.rank) {
+  ROLLED for (int q = (int)THREAD; q < P.ranks; q += (int)THREADS) {
+    if (q == P.rank) continue;
     const u32* mine = (const u32*)P.memory[P.rank] + BLOCK * MAX_RANKS + q;
     u64 since = 0;
     ROLLED for (u32 polls = 1; (int)(ld_acquire(mine) - state[q]) < 0; polls++) {
