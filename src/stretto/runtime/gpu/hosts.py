@@ -198,6 +198,10 @@ class HostsCommunicator:
         if self._local is not None:
             self._local.abort(why)
 
+    def state(self) -> str:
+        """Where the calls under way are."""
+        return self._proxy.state()
+
     def lost(self) -> tuple[int, int] | None:
         """The (rank, step) that a kernel of this rank gave up waiting for, or None."""
         found: tuple[int, int] | None = self._local.lost() if self._local is not None else None

@@ -101,6 +101,15 @@ class NetworkProxy:
         """With how many of them this rank is through."""
         return self._through
 
+    def state(self) -> str:
+        """Where the slices are, for those who ask why nothing moves."""
+        copied = sum(item.ready.query() for item in list(self._waiting))
+        return (
+            f"{self._posted} slices posted, {len(self._waiting)} wait for the GPU ({copied} copied), "
+            f"{len(self._running)} on the network, {self._through} through here, {self._board.lowest()} on all of the "
+            f"host, {self._released} released"
+        )
+
     def wait_for_room(self, most: int) -> None:
         """Wait until fewer than so many slices are under way: a GPU's queue has an end, and who fills it blocks."""
         while self._posted - self._released >= most and not self._over:

@@ -79,6 +79,16 @@ class GroupWatch:
             self._find_lost(engine, site, oldest, waited_s)
         return True
 
+    def state(self) -> str:
+        """The calls under way, and for groups over several hosts where their slices are."""
+        engine = self.engine
+        site = engine.site if engine is not None else None
+        if site is None:
+            return "a group that is gone"
+        flights = [f"{flight.op} {flight.number}" for flight in list(engine.flights)]
+        more = site.communicator.state() if hasattr(site.communicator, "state") else ""
+        return f"group {engine.engine.name}: {engine.posted} calls, under way {', '.join(flights) or 'none'}; {more}"
+
     def _compare(self, engine: Any, site: Any) -> None:
         """Calls of ranks that came to them later than this one."""
         while self._compared < engine.posted:
@@ -131,6 +141,10 @@ class GpuWatchdog(ProcessPart):
     def held_bytes(self) -> int:
         """GPU memory that all groups of this process hold."""
         return sum(group.engine.held_bytes for group in list(self._groups) if group.engine is not None)
+
+    def states(self) -> list[str]:
+        """Where the calls of every group are; asks CUDA nothing, so it can be called while the GPU stands still."""
+        return [group.state() for group in list(self._groups) if group.engine is not None]
 
     def add(self, engine: object) -> None:
         """Look after a group from now on."""
