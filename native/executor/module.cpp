@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "../arrays.h"
+#include "carrier.h"
 #include "engine.h"
 
 namespace nb = nanobind;
@@ -202,4 +203,41 @@ NB_MODULE(_executor, m) {
              e.abandon();
            })
       .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>());
+
+  nb::class_<Carrier>(m, "Carrier")
+      .def(
+          "__init__",
+          [](Carrier* self, Engine* engine, uintptr_t released, uintptr_t copied, uintptr_t board, int me, int size) {
+            new (self) Carrier(engine, {reinterpret_cast<uint32_t*>(released), reinterpret_cast<const uint32_t*>(copied),
+                                        reinterpret_cast<int64_t*>(board), me, size});
+          },
+          nb::arg("engine").none(), nb::arg("released"), nb::arg("copied"), nb::arg("board"), nb::arg("me"), nb::arg("size"),
+          nb::keep_alive<1, 2>())
+      .def(
+          "post",
+          [](Carrier& c, uint32_t mark, const std::shared_ptr<Loaded>& p, uintptr_t input, uintptr_t output, int64_t total,
+             int type, int op, double timeout_s) {
+            Slice s;
+            s.mark = mark;
+            s.program = p;
+            s.input = reinterpret_cast<char*>(input);
+            s.output = reinterpret_cast<char*>(output);
+            s.total = total;
+            s.type = static_cast<Type>(type);
+            s.op = static_cast<Op>(op);
+            s.timeout_s = timeout_s;
+            return c.post(std::move(s));
+          },
+          nb::arg("mark"), nb::arg("loaded").none(), nb::arg("input"), nb::arg("output"), nb::arg("total"), nb::arg("type"),
+          nb::arg("op"), nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>())
+      .def("wait_for_room", &Carrier::wait_for_room, nb::call_guard<nb::gil_scoped_release>())
+      .def("wait_failure", &Carrier::wait_failure, nb::call_guard<nb::gil_scoped_release>())
+      .def("abort", &Carrier::abort, nb::call_guard<nb::gil_scoped_release>())
+      .def("close", &Carrier::close, nb::call_guard<nb::gil_scoped_release>())
+      .def("state", [](Carrier& c) {
+        const CarrierState s = c.state();
+        return std::map<std::string, int64_t>{{"posted", s.posted},   {"waiting", s.waiting}, {"copied", s.copied},
+                                              {"running", s.running}, {"through", s.through}, {"lowest", s.lowest},
+                                              {"released", s.released}};
+      });
 }

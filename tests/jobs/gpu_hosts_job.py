@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from executor_ranks import Rank, Scenario, main
 from hosts_standin import StandinDevice, StandinEvent, StandinLegs, StandinStream
 
 from stretto.errors import StrettoError
+from stretto.runtime.executor.executor import failure_error
 from stretto.runtime.gpu import hosts as hosts_module
 from stretto.runtime.gpu.hosts import HostsCommunicator
 from stretto.runtime.gpu.hosts_programs import KINDS, program_for, two_level
@@ -54,9 +56,9 @@ class Group:
         rank.barrier()
         self.device = StandinDevice(delay_s)
         board = ProgressBoard(path, near.index(rank.rank), len(near))
-        self.proxy = NetworkProxy(board, self.device.release, self._failed, self._look)
-        local = StandinLegs(self.executor, near, 1) if len(near) > 1 else None
         network = ExecutorLegs(self.executor, range(rank.world), 2)
+        self.proxy = NetworkProxy(partial(network.carrier, board), self.device, failure_error, self._failed, self._look)
+        local = StandinLegs(self.executor, near, 1) if len(near) > 1 else None
         self.communicator = HostsCommunicator(
             rank.rank, hosts, local=local, network=network, proxy=self.proxy, device=self.device,
             arena_bytes=arena_bytes,

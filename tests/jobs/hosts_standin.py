@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
 import time
@@ -34,6 +35,21 @@ class StandinEvent:
         assert self._over.wait(60)
 
 
+class StandinMark:
+    """A number in a word."""
+
+    def __init__(self, words: Any, place: int, number: int) -> None:
+        self._words, self._place, self.number = words, place, number
+
+    def query(self) -> bool:
+        """Whether it is over."""
+        return bool(self._words[self._place] >= self.number)
+
+    def set(self) -> None:
+        """It is over."""
+        self._words[self._place] = self.number
+
+
 class StandinStream:
     """Does what it is given, one thing behind the other, on a thread of its own."""
 
@@ -54,7 +70,9 @@ class StandinDevice:
     """The `StagingDevice` of a machine without a GPU. `delay_s` comes before every copy."""
 
     def __init__(self, delay_s: float = 0.0) -> None:
-        self.released, self.delay_s = 0, delay_s
+        self.delay_s = delay_s
+        self._word = (ctypes.c_uint32 * 3)()
+        self._marks = [0, 0]
         self.copied: list[tuple[str, int]] = []
 
     def stream(self) -> StandinStream:
@@ -86,24 +104,27 @@ class StandinDevice:
         """What it queues happens when the stream comes to it."""
         stream.add(queue)
 
-    def mark(self, stream: StandinStream, place: int) -> StandinEvent:
+    @property
+    def words(self) -> tuple[int, int]:
+        """Where it is written up to which slice streams may go on, and up to which one is copied."""
+        at = ctypes.addressof(self._word)
+        return at, at + 4
+
+    def mark(self, stream: StandinStream, place: int) -> StandinMark:
         """A moment behind everything that the stream holds."""
-        event = StandinEvent()
-        stream.add(event.set)
-        return event
+        self._marks[place] += 1
+        mark = StandinMark(self._word, 1 + place, self._marks[place])
+        stream.add(mark.set)
+        return mark
 
     def wait_released(self, stream: StandinStream, number: int) -> None:
-        """The stream waits until `release` has been called with at least this number."""
+        """The stream waits until the word has come to this number."""
 
         def wait() -> None:
-            while self.released < number:
+            while self._word[0] < number:
                 time.sleep(0.0001)
 
         stream.add(wait)
-
-    def release(self, number: int) -> None:
-        """Let all streams go on that wait for this number or a lower one."""
-        self.released = number
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Memory."""

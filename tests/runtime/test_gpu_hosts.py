@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,9 @@ import pytest
 from executor_ranks import launch
 from gpu_emulation import EmulatedGpu
 
-from stretto.errors import InvalidInput
 from stretto.programs.fused import fuse
 from stretto.programs.stages import cut
-from stretto.runtime.gpu.hosts_device import wait_option
+from stretto.runtime.executor.executor import failure_error, load_native
 from stretto.runtime.gpu.hosts_programs import KINDS, two_level
 from stretto.runtime.gpu.hosts_proxy import NetworkProxy, ProgressBoard, board_bytes
 
@@ -87,38 +88,62 @@ def test_all_ranks_give_up_for_the_same_reason(tmp_path: Path, how: str) -> None
     assert len(said) == 1 and said.pop().startswith(kind)
 
 
+NOTHING = (None, 0, 0, 0, 0, 0)
+"""A slice that needs no network."""
+
+
+class Words:
+    """The two words of a GPU."""
+
+    def __init__(self) -> None:
+        self.word = (ctypes.c_uint32 * 2)()
+
+    @property
+    def words(self) -> tuple[int, int]:
+        at = ctypes.addressof(self.word)
+        return at, at + 4
+
+
+def proxy_of(board: ProgressBoard, device: Words) -> NetworkProxy:
+    def carrier(released: int, copied: int) -> Any:
+        return load_native().Carrier(None, released, copied, board.address, board.me, board.size)
+
+    return NetworkProxy(carrier, device, failure_error, lambda error: None)
+
+
 def test_a_proxy_lets_go_when_all_ranks_of_the_host_are_through(tmp_path: Path) -> None:
     path = tmp_path / "board"
     path.write_bytes(bytes(board_bytes(2)))
-    mine, other = ProgressBoard(path, 0, 2), ProgressBoard(path, 1, 2)
-    released: list[int] = []
-
-    class Work:
-        done, error = True, None
-
-    class Over:
-        def query(self) -> bool:
-            return True
-
-    proxy = NetworkProxy(mine, released.append, lambda error: None)
-    assert [proxy.post(Over(), Work), proxy.post(Over(), Work)] == [1, 2]
+    mine, other, device = ProgressBoard(path, 0, 2), ProgressBoard(path, 1, 2), Words()
+    proxy = proxy_of(mine, device)
+    assert [proxy.post(1, NOTHING, 1.0), proxy.post(2, NOTHING, 1.0)] == [1, 2]
+    time.sleep(0.01)
+    assert proxy.through == 0 and "2 wait for the GPU (0 copied)" in proxy.state()
+    device.word[1] = 2
     while proxy.through < 2:
         pass
-    assert released == []
+    assert device.word[0] == 0
     other.advance(1)
-    while not released:
+    while not device.word[0]:
         pass
-    assert released == [1]
+    assert device.word[0] == 1
     proxy.abort("enough")
-    assert released[-1] == 2
-    assert proxy.post(Over(), Work) == 3 and released[-1] == 3
-    assert proxy.close() == []
+    assert device.word[0] == 2
+    assert proxy.post(3, NOTHING, 1.0) == 3 and device.word[0] == 3
+    assert proxy.close() == 0
 
 
-def test_how_streams_wait_is_an_option() -> None:
-    assert wait_option({}) == "" and wait_option({"STRETTO_GPU_WAIT": "callback"}) == "callback"
-    with pytest.raises(InvalidInput, match="unknown STRETTO_GPU_WAIT 'sleep'; choose from: memory, callback"):
-        wait_option({"STRETTO_GPU_WAIT": "sleep"})
+def test_slices_are_carried_while_a_thread_stands_with_the_interpreter_lock(tmp_path: Path) -> None:
+    path = tmp_path / "board"
+    path.write_bytes(bytes(board_bytes(1)))
+    device, stand = Words(), ctypes.PyDLL(None).usleep
+    proxy = proxy_of(ProgressBoard(path, 0, 1), device)
+    proxy.post(1, NOTHING, 1.0)
+    # A call that keeps the interpreter's lock, as cudaEventRecord may.
+    device.word[1] = 1
+    stand(1_000_000)
+    assert device.word[0] == 1
+    proxy.close()
 
 
 def test_stages_inside_hosts_run_in_the_kernel() -> None:

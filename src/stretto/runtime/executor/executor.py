@@ -73,6 +73,11 @@ class LoadedProgram:
             raise InvalidInput(str(error)) from None
 
 
+def failure_error(kind: int, why: str) -> StrettoError:
+    """The exception for a failure of a work, by its number in C++."""
+    return {1: PeerLost, 2: ProgramMismatch, 3: OutOfResources}.get(kind, StrettoError)(why)
+
+
 class ProgramWork:
     """A program under way on this rank."""
 
@@ -102,8 +107,7 @@ class ProgramWork:
         """Why it failed, once it has."""
         if not self._native.done or not self._native.failure:
             return None
-        kind = {1: PeerLost, 2: ProgramMismatch, 3: OutOfResources}.get(self._native.failure, StrettoError)
-        return kind(self._native.why)
+        return failure_error(self._native.failure, self._native.why)
 
     @property
     def elapsed_us(self) -> float:
@@ -454,6 +458,40 @@ class Executor:
         self._home.check()
         arguments = self._checked(handle, input, output, count, dtype, op)
         return self._engine.repeat(handle.loaded, *arguments, times, fence.loaded if fence else None)
+
+    def carrier(self, released: int, copied: int, board: int, me: int, size: int) -> _executor.Carrier:
+        """A thread that runs programs on slices which a GPU has copied to the host's memory, without Python and CUDA.
+
+        Args:
+            released: The address of a word of 32 bits: up to which slice the GPU may go on.
+            copied: The address of another: up to which one it has copied.
+            board: The address of a word of 64 bits for each rank of the host: with how many slices it is through.
+            me: This rank among them.
+            size: How many they are.
+
+        Returns:
+            The thread; it must be closed before the executor is.
+        """
+        self._home.check()
+        return self._native.Carrier(self._engine, released, copied, board, me, size)
+
+    def arguments(
+        self, handle: LoadedProgram, input: int, output: int, count: int, dtype: str, op: str
+    ) -> tuple[Any, ...]:
+        """The arguments of a program as C++ takes them, checked as `start` does.
+
+        Args:
+            handle: What `load` returned.
+            input: The address of the input.
+            output: The address of the output.
+            count: Elements of the larger of the rank's two buffers.
+            dtype: The element type.
+            op: The reduction.
+
+        Returns:
+            The native program, both addresses, and numbers for the rest.
+        """
+        return handle.loaded, *self._checked(handle, input, output, count, dtype, op)
 
     def _checked(
         self, handle: LoadedProgram, input: int, output: int, count: int, dtype: str, op: str

@@ -73,8 +73,8 @@ class HostsCommunicator:
         rank: This rank in the group.
         hosts: The host of each rank of the group.
         local: The `GpuCommunicator` of the ranks of this host; None where there is one rank.
-        network: Loads and starts legs between hosts.
-        proxy: The thread that carries them.
+        network: Loads legs between hosts.
+        proxy: What carries them.
         device: This rank's GPU.
         arena_bytes: Staging memory on the GPU, and as much on the host.
     """
@@ -211,7 +211,7 @@ class HostsCommunicator:
         return near[found[0]], found[1]
 
     def close(self) -> None:
-        """End the thread and give the memory back, unless the network still has it (`still_used`)."""
+        """End the threads and give the memory back, unless the network still has it (`still_used`)."""
         self.still_used = bool(self._proxy.close())
         if self._local is not None:
             self._local.close()
@@ -320,15 +320,14 @@ class _Turn:
         for run in step.reads:
             device.copy(owner._down, pinned[at : at + run.length * chunk], self._read(run))
             at += run.length * chunk
-        ready = device.mark(owner._down, 0)
+        copied = device.mark(owner._down, 0).number
         out = self._region("out", step.number, step.outputs, host=True)
-        start = partial(
-            owner._network.start, self._loaded.legs[step.number, chunk], pinned.data_ptr(), out.data_ptr(),
-            step.leg.units * chunk, self._loaded.dtype, "sum" if self._loaded.reduce == "avg" else self._loaded.reduce,
-            timeout_s=self._limit_s,
+        arguments = owner._network.arguments(
+            self._loaded.legs[step.number, chunk], pinned.data_ptr(), out.data_ptr(), step.leg.units * chunk,
+            self._loaded.dtype, "sum" if self._loaded.reduce == "avg" else self._loaded.reduce,
         )  # fmt: skip
         owner._proxy.wait_for_room(AHEAD)
-        self._sent = owner._proxy.post(ready, start)
+        self._sent = owner._proxy.post(copied, arguments, self._limit_s)
 
     def _receive(self, step: HostsStep) -> None:
         """Once the thread lets go: copy what came back to the GPU."""

@@ -2,28 +2,35 @@
 """Streams, copies and waits of a GPU as the stages between hosts need them.
 
 A stream waits for the network without holding an SM: in the driver, on a word in pinned memory (stream memory
-operations), or where those are not supported in a host function that waits for a semaphore.
+operations). Host functions would not do: one thread of the driver runs those of all streams, and one that waits holds
+up those that would end its wait.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
-from ...errors import StrettoError, unknown
+from ...errors import StrettoError
 
 AT_LEAST = 0
 """CU_STREAM_WAIT_VALUE_GEQ, in the arithmetic of 32 bits."""
-SEMAPHORE_BYTES = 64
-WAITS = ("memory", "callback")
+TRY_S = 0.002
+LIMIT_S = 5.0
+UNSUPPORTED = "streams of this GPU cannot wait for words in memory (cuStreamWaitValue32)"
 
 
 class Mark(Protocol):
     """A moment on a stream about which any thread may ask without a call to CUDA."""
+
+    @property
+    def number(self) -> int:
+        """What the word of its place has come to by then."""
 
     def query(self) -> bool:
         """Whether it is over."""
@@ -60,10 +67,11 @@ class StagingDevice(Protocol):
         """A moment behind everything that the stream holds; those of one place (0 or 1) are one behind the other."""
 
     def wait_released(self, stream: Any, number: int) -> None:
-        """The stream waits until `release` has been called with at least this number."""
+        """The stream waits until the first of `words` has come to this number."""
 
-    def release(self, number: int) -> None:
-        """Let all streams go on that wait for this number or a lower one."""
+    @property
+    def words(self) -> tuple[int, int]:
+        """Where it is written up to which slice streams may go on, and up to which one is copied."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Memory of the device."""
@@ -75,33 +83,32 @@ class StagingDevice(Protocol):
 class PinnedMark:
     """A number that the GPU writes to pinned memory: CUDA's own calls may stand still, with the interpreter's lock."""
 
-    def __init__(self, read: Callable[[], int], number: int) -> None:
-        self._read, self._number = read, number
+    def __init__(self, word: ctypes.c_uint32, number: int) -> None:
+        self._word, self.number = word, number
 
     def query(self) -> bool:
         """Whether it is over."""
-        return (self._read() - self._number) & 0xFFFFFFFF < 1 << 31
+        return (self._word.value - self.number) & 0xFFFFFFFF < 1 << 31
 
 
 class CudaDevice:
-    """A GPU; `how` is "memory", "callback", or empty for what it supports (or STRETTO_GPU_WAIT says)."""
+    """A GPU whose streams wait for words in pinned memory; raises `StrettoError` where they cannot."""
 
-    def __init__(self, device: torch.device, how: str = "") -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
         self._cuda: Any = torch.cuda
         self._driver = ctypes.CDLL("libcuda.so.1")
-        self._word = torch.zeros(16, dtype=torch.int32).pin_memory()
-        self._flag = ctypes.c_uint32.from_address(self._word.data_ptr())
-        self._semaphore = ctypes.create_string_buffer(SEMAPHORE_BYTES)
-        self._libc = ctypes.CDLL(None)
-        self._libc.sem_init(self._semaphore, 0, 0)
-        self._posted = 0
+        self._memory = torch.zeros(64, dtype=torch.int32).pin_memory()
+        # Each in a cache line of its own: released, copied (place 0), ended (place 1), and one to try it out.
+        self._places = [self._memory.data_ptr() + 64 * at for at in range(4)]
+        self._word = [ctypes.c_uint32.from_address(place) for place in self._places]
         self._marks = [0, 0]
-        self._marked = [ctypes.c_uint32.from_address(self._word.data_ptr() + 16 * (1 + place)) for place in (0, 1)]
-        self._rung = [ctypes.create_string_buffer(SEMAPHORE_BYTES) for _ in self._marks]
-        for semaphore in self._rung:
-            self._libc.sem_init(semaphore, 0, 0)
-        self.how = how or wait_option() or ("memory" if self._can_wait_on_memory() else "callback")
+        self._try()
+
+    @property
+    def words(self) -> tuple[int, int]:
+        """Where it is written up to which slice streams may go on, and up to which one is copied."""
+        return self._places[0], self._places[1]
 
     def stream(self) -> Any:
         """A new stream, before those that compute where both could run."""
@@ -138,44 +145,23 @@ class CudaDevice:
     def mark(self, stream: Any, place: int) -> PinnedMark:
         """A moment behind everything that the stream holds; those of one place (0 or 1) are one behind the other."""
         self._marks[place] += 1
-        number, on = self._marks[place], ctypes.c_void_p(stream.cuda_stream)
-        if self.how == "memory":
-            where = ctypes.c_uint64(self._word.data_ptr() + 16 * (1 + place))
-            write = self._driver.cuStreamWriteValue32_v2
-            wrong = write(on, where, ctypes.c_uint32(number & 0xFFFFFFFF), ctypes.c_uint(0))
-        else:
-            post, semaphore = (ctypes.cast(each, ctypes.c_void_p) for each in (self._libc.sem_post, self._rung[place]))
-            wrong = self._driver.cuLaunchHostFunc(on, post, semaphore)
-        if wrong:
-            raise StrettoError(f"a stream cannot say where it is: CUDA error {wrong}")
-        return PinnedMark(lambda: self._read_mark(place), number)
-
-    def _read_mark(self, place: int) -> int:
-        if self.how == "memory":
-            return self._marked[place].value
-        found = ctypes.c_int()
-        self._libc.sem_getvalue(self._rung[place], ctypes.byref(found))
-        return found.value
+        self._write(stream, 1 + place, self._marks[place])
+        return PinnedMark(self._word[1 + place], self._marks[place])
 
     def wait_released(self, stream: Any, number: int) -> None:
-        """The stream waits until `release` has been called with at least this number."""
-        on = ctypes.c_void_p(stream.cuda_stream)
-        if self.how == "memory":
-            wrong = self._wait_value(on, number)
-        else:
-            # One post for each wait: those of a stream come in the order of their numbers.
-            wrong = self._driver.cuLaunchHostFunc(
-                on, ctypes.cast(self._libc.sem_wait, ctypes.c_void_p), ctypes.cast(self._semaphore, ctypes.c_void_p)
-            )
+        """The stream waits until the word has come to this number."""
+        on, where = ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(self._places[0])
+        wait = self._driver.cuStreamWaitValue32_v2
+        wrong = wait(on, where, ctypes.c_uint32(number & 0xFFFFFFFF), ctypes.c_uint(AT_LEAST))
         if wrong:
             raise StrettoError(f"a stream cannot wait for the network: CUDA error {wrong}")
 
-    def release(self, number: int) -> None:
-        """Let all streams go on that wait for this number or a lower one."""
-        self._flag.value = number & 0xFFFFFFFF
-        for _ in range(number - self._posted):
-            self._libc.sem_post(self._semaphore)
-        self._posted = max(number, self._posted)
+    def _write(self, stream: Any, place: int, number: int) -> None:
+        on, where = ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(self._places[place])
+        write = self._driver.cuStreamWriteValue32_v2
+        wrong = write(on, where, ctypes.c_uint32(number & 0xFFFFFFFF), ctypes.c_uint(0))
+        if wrong:
+            raise StrettoError(f"a stream cannot say where it is: CUDA error {wrong}")
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Memory of the device."""
@@ -185,30 +171,23 @@ class CudaDevice:
         """Memory of the host that the device copies to and from."""
         return torch.empty(nbytes, dtype=torch.uint8).pin_memory()
 
-    def _wait_value(self, on: ctypes.c_void_p, number: int) -> int:
-        where = ctypes.c_uint64(self._word.data_ptr())
-        wait = self._driver.cuStreamWaitValue32_v2
-        return int(wait(on, where, ctypes.c_uint32(number & 0xFFFFFFFF), ctypes.c_uint(AT_LEAST)))
-
-    def _can_wait_on_memory(self) -> bool:
-        """Whether a wait that is over before it begins is taken, and ends."""
+    def _try(self) -> None:
+        """Whether a stream stands still until a word is written, and then goes on."""
         if not hasattr(self._driver, "cuStreamWaitValue32_v2"):
-            return False
-        stream, end = self.stream(), self.event()
+            raise StrettoError(UNSUPPORTED)
+        stream = self.stream()
         with self._cuda.device(self.device):
-            if self._wait_value(ctypes.c_void_p(stream.cuda_stream), 0):
-                return False
-            end.record(stream)
-            end.synchronize()
-        return True
-
-
-def wait_option(environment: Mapping[str, str] = os.environ) -> str:
-    """STRETTO_GPU_WAIT: how streams wait for the network, "memory" or "callback"; empty where nothing is said."""
-    how = environment.get("STRETTO_GPU_WAIT", "")
-    if how and how not in WAITS:
-        raise unknown("STRETTO_GPU_WAIT", how, WAITS)
-    return how
+            self.wait_released(stream, 1)
+            self._write(stream, 3, 1)
+        time.sleep(TRY_S)
+        early = self._word[3].value
+        self._word[0].value = 1
+        deadline = time.monotonic() + LIMIT_S
+        while not self._word[3].value and time.monotonic() < deadline:
+            time.sleep(TRY_S)
+        if early or not self._word[3].value:
+            raise StrettoError(UNSUPPORTED)
+        self._word[0].value = 0
 
 
 def gpudirect() -> str:

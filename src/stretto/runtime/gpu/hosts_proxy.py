@@ -1,48 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that carries slices between hosts: a GPU's stream cannot send, and must not hold the GPU while it waits.
+"""What carries slices between hosts: a GPU's stream cannot send, and must not hold the GPU while it waits.
 
-Slices are numbered from 1 on in the order in which they are posted, which is the same on all ranks. For each the thread
+Slices are numbered from 1 on in the order in which they are posted, which is the same on all ranks. For each a thread
 waits until the GPU has copied it to pinned memory, starts the network's part of it on the executor, and once that is
 done on all ranks of this host lets the GPU's stream go on: so no kernel starts that would wait for a slower neighbour's
-network. Loads no torch.
+network. That thread is the executor's `Carrier`, which needs neither Python nor CUDA: whoever calls CUDA may stand
+still, with the interpreter's lock, until a slice has come. Another thread, of Python's, hears of failures and looks for
+lost ranks. Loads no torch.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import struct
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from ... import _executor
 
 WORD = 8
-PAUSE_S = 0.00005
-NETWORK_S = 0.0002
-"""How long the network alone is driven before the thread looks at the GPU and its neighbours again."""
 LOOK_S = 0.25
 """Between two questions whether a rank is lost."""
+REST_S = 1.0
+"""The same while nothing is under way."""
 
 
-class Ready(Protocol):
-    """A moment on a GPU's stream."""
+class DeviceWords(Protocol):
+    """A GPU, as far as the carrier sees it."""
 
-    def query(self) -> bool:
-        """Whether it is over."""
-
-
-@dataclass(kw_only=True, eq=False)
-class NetworkItem:
-    """One slice's way between hosts."""
-
-    number: int
-    ready: Ready
-    start: Callable[[], Any]
-    """Starts it on the executor, and gives a `ProgramWork`."""
-    work: Any = None
+    @property
+    def words(self) -> tuple[int, int]:
+        """Where in pinned memory is written up to which slice streams may go on, and up to which one is copied."""
 
 
 class ProgressBoard:
@@ -50,17 +42,14 @@ class ProgressBoard:
 
     def __init__(self, path: str | Path, me: int, size: int, offset: int = 0) -> None:
         """Open a file that has `board_bytes(size)` zeros from `offset` on, which is a multiple of the page size."""
-        self._size, self._me = size, me
+        self.size, self.me = size, me
         with Path(path).open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), board_bytes(size), offset=offset)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def advance(self, number: int) -> None:
         """This rank is through with so many."""
-        struct.pack_into("<q", self._memory, WORD * self._me, number)
-
-    def lowest(self) -> int:
-        """What all ranks are through with."""
-        return int(min(struct.unpack_from(f"<{self._size}q", self._memory)))
+        struct.pack_into("<q", self._memory, WORD * self.me, number)
 
 
 def board_bytes(size: int) -> int:
@@ -69,140 +58,89 @@ def board_bytes(size: int) -> int:
 
 
 class NetworkProxy:
-    """The thread of one group on one rank.
+    """The threads of one group on one rank.
 
     Args:
-        board: The progress of the ranks of this host.
-        release: Lets the GPU's stream go on with all slices up to a number; never called by two threads at a time.
+        carrier: Makes the executor's thread, with the addresses of two words: up to which slice the GPU may go on, and
+            up to which it has copied.
+        device: The GPU, which has these words.
+        error: An exception for a failure of the executor: its kind and its words.
         failed: Told of an error that ends the group's calls.
         look: Asked now and then while something is under way; raises where a rank is lost.
     """
 
     def __init__(
-        self, board: ProgressBoard, release: Callable[[int], None], failed: Callable[[Exception], None],
+        self, carrier: Callable[[int, int], _executor.Carrier], device: DeviceWords,
+        error: Callable[[int, str], Exception], failed: Callable[[Exception], None],
         look: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self._board, self._release, self._failed, self._look = board, release, failed, look
-        self._waiting: deque[NetworkItem] = deque()
-        self._running: deque[NetworkItem] = deque()
-        self._posted = self._through = self._released = 0
+        self._carrier, self._error, self._failed, self._look = carrier(*device.words), error, failed, look
+        # The carrier writes to memory of both.
+        self._keep = carrier, device
         self._ended = False
-        self._over = ""
-        self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
 
     @property
-    def posted(self) -> int:
-        """How many slices were posted."""
-        return self._posted
-
-    @property
     def through(self) -> int:
-        """With how many of them this rank is through."""
-        return self._through
+        """With how many slices this rank is through."""
+        return self._carrier.state()["through"]
 
     def state(self) -> str:
         """Where the slices are, for those who ask why nothing moves."""
-        copied = sum(item.ready.query() for item in list(self._waiting))
+        s = self._carrier.state()
         return (
-            f"{self._posted} slices posted, {len(self._waiting)} wait for the GPU ({copied} copied), "
-            f"{len(self._running)} on the network, {self._through} through here, {self._board.lowest()} on all of the "
-            f"host, {self._released} released"
+            f"{s['posted']} slices posted, {s['waiting']} wait for the GPU ({s['copied']} copied), {s['running']} on "
+            f"the network, {s['through']} through here, {s['lowest']} on all of the host, {s['released']} released"
         )
 
     def wait_for_room(self, most: int) -> None:
         """Wait until fewer than so many slices are under way: a GPU's queue has an end, and who fills it blocks."""
-        while self._posted - self._released >= most and not self._over:
-            time.sleep(PAUSE_S)
+        while not self._carrier.wait_for_room(most, LOOK_S):
+            pass
 
-    def post(self, ready: Ready, start: Callable[[], Any]) -> int:
-        """Carry one more slice once `ready` is over; its number."""
-        with self._wake:
-            self._posted += 1
-            item = NetworkItem(number=self._posted, ready=ready, start=start)
-            if self._over:
-                self._release(self._posted)
-            else:
-                self._waiting.append(item)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="stretto-gpu-network", daemon=True)
-                self._thread.start()
-            self._wake.notify()
-        return item.number
+    def post(self, mark: int, arguments: tuple[Any, ...], timeout_s: float) -> int:
+        """Carry one more slice once the GPU has copied it.
+
+        Args:
+            mark: What the GPU's word has come to by then.
+            arguments: The program and its memory, as `Executor.arguments` gives them.
+            timeout_s: How long it may take.
+
+        Returns:
+            Its number.
+        """
+        number = self._carrier.post(mark & 0xFFFFFFFF, *arguments, timeout_s)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="stretto-gpu-network", daemon=True)
+            self._thread.start()
+        return number
 
     def abort(self, why: str) -> None:
         """Let go of everything, so that no stream waits any longer; what is on the network ends by its own limit."""
-        with self._wake:
-            self._over = self._over or why
-            self._waiting.clear()
-            self._release(self._posted)
-            self._wake.notify()
+        self._ended = True
+        self._carrier.abort()
 
-    def close(self) -> list[NetworkItem]:
-        """End the thread; what is still on the network, whose memory must stay."""
+    def close(self) -> int:
+        """End the threads; how many slices are still on the network, whose memory must stay."""
         self.abort("closed")
-        with self._wake:
-            self._ended = True
-            self._wake.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
-        return [item for item in self._running if item.work is not None and not item.work.done]
+        return self._carrier.close()
 
     def _run(self) -> None:
-        looked = time.monotonic()
+        busy = True
         while not self._ended:
-            with self._wake:
-                if not self._waiting and (self._over or self._released == self._posted):
-                    self._wake.wait(1.0)
-                    looked = time.monotonic()
-                    continue
+            kind, why = self._carrier.wait_failure(LOOK_S if busy else REST_S)
+            if self._ended:
+                return
             try:
-                moved = self._start() | self._end() | self._let_go()
-                if not moved:
-                    self._pause()
-                if time.monotonic() - looked > LOOK_S:
-                    looked = time.monotonic()
+                if kind:
+                    raise self._error(kind, why)
+                state = self._carrier.state()
+                busy = state["posted"] > state["released"]
+                if busy:
                     self._look()
             except Exception as error:
+                # First of all the calls are marked as failed: the GPU must not seem to have done them.
                 self._failed(error)
                 self.abort(str(error))
-
-    def _start(self) -> bool:
-        """Put on the network what the GPU has copied, in order."""
-        moved = False
-        while self._waiting and self._waiting[0].ready.query():
-            with self._wake:
-                if not self._waiting:
-                    break
-                item = self._waiting.popleft()
-            item.work = item.start()
-            self._running.append(item)
-            moved = True
-        return moved
-
-    def _end(self) -> bool:
-        moved = False
-        while self._running and self._running[0].work.done:
-            item = self._running.popleft()
-            if item.work.error is not None:
-                raise item.work.error
-            self._through = item.number
-            self._board.advance(self._through)
-            moved = True
-        return moved
-
-    def _let_go(self) -> bool:
-        lowest = min(self._board.lowest(), self._through)
-        with self._wake:
-            if lowest <= self._released or self._over:
-                return False
-            self._released = lowest
-            self._release(lowest)
-        return True
-
-    def _pause(self) -> None:
-        if self._running and not self._running[0].work.done:
-            # Whoever waits drives the network.
-            self._running[0].work.wait(NETWORK_S)
-        else:
-            time.sleep(PAUSE_S)

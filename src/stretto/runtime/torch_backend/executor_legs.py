@@ -4,9 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from ...programs.ir import Program
-from ..executor.executor import Executor, LoadedProgram, ProgramWork
+from ..executor.executor import Executor, LoadedProgram
+from ..gpu.hosts_proxy import ProgressBoard
+
+if TYPE_CHECKING:
+    from ... import _executor
 
 
 class ExecutorLegs:
@@ -24,21 +29,33 @@ class ExecutorLegs:
             self._loaded[id(program)] = loaded, program
         return self._loaded[id(program)][0]
 
-    def start(
-        self, loaded: LoadedProgram, input: int, output: int, count: int, dtype: str, op: str, *, timeout_s: float
-    ) -> ProgramWork:
-        """Begin to run it on pinned memory; the same works in the same order on all ranks.
+    def carrier(self, board: ProgressBoard, released: int, copied: int) -> _executor.Carrier:
+        """The thread that runs legs once the GPU has copied what they need.
+
+        Args:
+            board: How far the ranks of this host are.
+            released: The address of the word up to which the GPU may go on.
+            copied: The address of the word up to which it has copied.
+
+        Returns:
+            The thread.
+        """
+        return self._executor.carrier(released, copied, board.address, board.me, board.size)
+
+    def arguments(
+        self, loaded: LoadedProgram, input: int, output: int, count: int, dtype: str, op: str
+    ) -> tuple[Any, ...]:
+        """What the carrier takes; the same in the same order on all ranks.
 
         Args:
             loaded: What `load` made.
-            input: The address of what this rank gives.
+            input: The address of what this rank gives, in pinned memory.
             output: The address of what it takes.
             count: The elements of the larger buffer of any rank.
             dtype: Their type.
             op: The reduction.
-            timeout_s: How long it may take.
 
         Returns:
-            The work under way.
+            The program, both addresses, and numbers for the rest.
         """
-        return self._executor.start(loaded, input, output, count, dtype, op, timeout_s=timeout_s)
+        return self._executor.arguments(loaded, input, output, count, dtype, op)

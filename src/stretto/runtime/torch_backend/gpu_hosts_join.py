@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ...programs import Program
+from ..executor.executor import failure_error
 from ..executor.forks import keep_forever
 from ..gpu.hosts import ARENA_BYTES, HostsCommunicator
 from ..gpu.hosts_device import CudaDevice, gpudirect
@@ -149,11 +151,10 @@ def join_hosts(
             _join_local(made, here, path, near.index(rank), len(near), device, found, options, room, limit_s)
         staging = CudaDevice(device)
         progress = ProgressBoard(_progress(path), near.index(rank), len(near))
-        made.proxy = NetworkProxy(progress, staging.release, failed, look)
-        ranks = [job.rank_of[each] for each in devices]
+        network = ExecutorLegs(job.executor, [job.rank_of[each] for each in devices], number)
+        made.proxy = NetworkProxy(partial(network.carrier, progress), staging, failure_error, failed, look)
         made.communicator = HostsCommunicator(
-            rank, [card.host for card in found], local=made.local,
-            network=ExecutorLegs(job.executor, ranks, number), proxy=made.proxy, device=staging,
+            rank, [card.host for card in found], local=made.local, network=network, proxy=made.proxy, device=staging,
             arena_bytes=arena_bytes,
         )  # fmt: skip
     except Exception as error:
