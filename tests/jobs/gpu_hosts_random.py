@@ -3,8 +3,9 @@
 
 torchrun --nproc-per-node 4 tests/jobs/gpu_hosts_random.py --hosts a,a,b,b --trials 200 [--most BYTES] [--seed S]
 
-Hosts are names, one for each rank, and all ranks may share a GPU; without ``--hosts`` they are those of a lab. What is
-in the way of a call that does not end is printed after ``--seconds``: every thread, and where the group's slices are.
+``--fault kill`` (or stop, mismatch) has the last rank go wrong instead. Hosts are names, one for each rank, and all
+ranks may share a GPU; without ``--hosts`` they are those of a lab. What is in the way of a call that does not end is
+printed after ``--seconds``: every thread, and where the group's slices are.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import argparse
 import faulthandler
 import os
 import random
+import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +31,12 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import stretto.torch  # noqa: E402
+from stretto.programs.fused import fuse  # noqa: E402
+from stretto.programs.stages import cut  # noqa: E402
 from stretto.runtime.executor import executor as executor_module  # noqa: E402
+from stretto.runtime.gpu.compile import compiled  # noqa: E402
+from stretto.runtime.gpu.encode import kernel_shapes  # noqa: E402
+from stretto.runtime.gpu.hosts_programs import program_for  # noqa: E402
 from stretto.runtime.torch_backend import gpu_meeting, meeting  # noqa: E402
 from stretto.runtime.torch_backend.gpu_watch import WATCHDOG  # noqa: E402
 
@@ -76,7 +84,7 @@ def wanted_of(op: str, reduce: str, root: int, parts: list[torch.Tensor], me: in
     stack = torch.stack(parts)
     wide = stack.double() if stack.is_floating_point() else stack.long()
     ways: dict[str, Any] = {"sum": wide.sum, "avg": wide.mean, "prod": wide.prod, "min": wide.amin, "max": wide.amax}
-    total = ways[reduce](0).to(stack.dtype)
+    total: torch.Tensor = ways[reduce](0).to(stack.dtype)
     if op == "reduce_scatter":
         return total.view(ranks, -1)[me].contiguous()
     return total if op == "all_reduce" or me == root else None
@@ -163,6 +171,59 @@ def sizes(options: argparse.Namespace) -> int:
     return wrong
 
 
+def compile_together(hosts: list[str], types: bool) -> int:
+    """All kernels of this placement, each by one rank in a thread; the others find them in the cache."""
+    numbers, kernels = [hosts.index(host) for host in hosts], set()
+    wanted = [(str(t).removeprefix("torch."), r) for t in TYPES for r in ("sum", "min", "max", "prod")]
+    for kind in KINDS:
+        for root in range(len(hosts) if kind in ("broadcast", "reduce") else 1):
+            stages = cut(program_for(kind, hosts, root), numbers).stages
+            for program in (leg.program for stage in stages if not stage.network for leg in stage.legs):
+                shapes = [kernel_shapes(fuse(program, protocol=each)) for each in ("ll", "simple")]
+                how = (
+                    (wanted if types else [("float32", "sum")]) if program.collective.combining else [("uint8", "sum")]
+                )
+                kernels |= {(*each, shape) for each in how for shape in shapes}
+    capability = torch.cuda.get_device_capability()
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // len(hosts))) as pool:
+        mine = [each for at, each in enumerate(sorted(kernels)) if at % len(hosts) == RANK]
+        for job in [pool.submit(compiled, *each, capability) for each in mine]:
+            job.result()
+    dist.barrier()
+    return len(kernels)
+
+
+def fault(how: str) -> None:
+    """The last rank does something in the middle of calls; what the others get, when, and whether their GPU goes on."""
+    last = dist.get_world_size() - 1
+    tensor = torch.ones(1 << 20, device="cuda")
+    for _ in range(5):
+        dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+    dist.barrier()
+    begin = time.monotonic()
+    if last == RANK and how in ("kill", "stop"):
+        dist.all_reduce(tensor)
+        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+    said = ""
+    try:
+        for at in range(100):
+            other = last == RANK and how == "mismatch" and at == 3
+            dist.all_reduce(tensor[:77] if other else tensor)
+            torch.cuda.synchronize()
+            time.sleep(0.05)
+    except Exception as error:
+        said = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    took = time.monotonic() - begin
+    try:
+        usable = float(torch.full((1000,), 2.0, device="cuda").sum().item()) == 2000
+    except Exception as error:
+        usable = False
+        said += f" and then {error}"
+    say("FAULT", how, f"{took:.1f} s", "GPU usable" if usable else "GPU NOT usable", "|", said)
+    os._exit(0)
+
+
 def stands(seconds: float) -> None:
     """After so long, say where everything is, and end."""
     faulthandler.dump_traceback_later(seconds + 1.0, exit=True)
@@ -184,6 +245,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=1 << 22)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--sizes", default="")
+    parser.add_argument("--fault", default="", choices=["", "kill", "stop", "mismatch"])
     parser.add_argument("--seconds", type=float, default=60.0)
     options = parser.parse_args()
     stands(options.seconds)
@@ -192,8 +254,16 @@ def main() -> None:
         for module in (meeting, gpu_meeting, executor_module):
             setattr(module, "host_key", lambda: mine)  # noqa: B010
     torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group("stretto", timeout=timedelta(seconds=options.seconds))
-    say("joined") if RANK == 0 else None
+    limit_s = options.seconds if not options.fault else 5.0
+    dist.init_process_group("stretto", timeout=timedelta(seconds=limit_s))
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, meeting.card(0, executor="", rules="").host)
+    if options.trials:
+        count = compile_together(names, options.types)
+        if RANK == 0:
+            say(f"joined, {count} kernels")
+    if options.fault:
+        fault(options.fault)
     wrong = sizes(options)
     ran, more = run(options, None)
     others = {(c.op, c.backend, c.why) for c in stretto.torch.choices() if c.backend not in ("gpu", "executor", "gloo")}

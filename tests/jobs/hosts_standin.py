@@ -154,7 +154,8 @@ class StandinLegs:
         """As `GpuCommunicator.launch`, but done when it returns: the stream's thread calls it."""
         loaded, dtype, reduce, count = leg
         assert ordered
-        assert loaded.buffer_elements(count) == (input.numel(), output.numel())
+        size = DTYPES[dtype]
+        assert loaded.buffer_elements(count) == (input.nbytes // size, output.nbytes // size)
         if not self.why:
             self.executor.start(loaded, input.data_ptr(), output.data_ptr(), count, dtype, reduce, timeout_s=30).wait()
 

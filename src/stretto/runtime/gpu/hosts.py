@@ -152,7 +152,10 @@ class HostsCommunicator:
     def _load_leg(self, step: HostsStep, dtype: str, reduce: str, chunk_bytes: int) -> Any:
         if step.network:
             return self._network.load(step.leg.program)
-        return self._local.load(step.leg.program, dtype=dtype, reduce=reduce, nbytes=step.leg.units * chunk_bytes)
+        program = step.leg.program
+        # What is only moved goes as bytes: one kernel for all element types.
+        kind, how = (dtype, reduce) if program.collective.combining else ("uint8", "sum")
+        return self._local.load(program, dtype=kind, reduce=how, nbytes=step.leg.units * chunk_bytes)
 
     def launch(
         self, loaded: HostsProgram, source: torch.Tensor, target: torch.Tensor, stream: Any, limit_s: float
