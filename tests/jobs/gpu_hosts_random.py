@@ -254,7 +254,7 @@ def main() -> None:
         for module in (meeting, gpu_meeting, executor_module):
             setattr(module, "host_key", lambda: mine)  # noqa: B010
     torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else int(os.environ.get("LOCAL_RANK", 0)))
-    limit_s = options.seconds if not options.fault else 5.0
+    limit_s = options.seconds if not options.fault else 8.0
     dist.init_process_group("stretto", timeout=timedelta(seconds=limit_s))
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, meeting.card(0, executor="", rules="").host)
