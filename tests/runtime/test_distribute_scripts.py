@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,3 +97,10 @@ def test_ranks_that_differ_are_refused_on_all_of_them(outcomes: Outcomes, what: 
 
 def test_a_strategy_that_was_sent_to_other_ranks_is_the_same(outcomes: Outcomes) -> None:
     assert all(apart < EXACT for apart in outcomes["pickled"])
+
+
+def test_some_ranks_train_again_after_closing_whatever_other_groups_each_is_in(
+    job: Callable[..., Any], tmp_path: Path
+) -> None:
+    got = job("distribute_again_job.py", tmp_path, ranks=3)
+    assert len(got["apart"]) == 3 and all(apart < EXACT for one in got["apart"] for apart in one)

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ...errors import InvalidInput
+from ...process_state import STATE
+from .job_store import job_start
 
 GroupClass = TypeVar("GroupClass", bound=type)
 OLDEST, NEWEST = (2, 8), (2, 15)
@@ -70,6 +72,7 @@ _collectives: Any = dist
 all_gather_single = getattr(_collectives, "all_gather_single", None) or _collectives.all_gather_into_tensor
 reduce_scatter_single = getattr(_collectives, "reduce_scatter_single", None) or _collectives.reduce_scatter_tensor
 
+_c10d: Any = dist.distributed_c10d
 _KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
@@ -87,6 +90,23 @@ def new_group_in_order(ranks: Sequence[int], **options: Any) -> Any:
         return dist.new_group(list(ranks), sort_ranks=False, **options)
     placed: list[Any] = [_RankAtPlace(rank, place) for place, rank in enumerate(ranks)]
     return dist.new_group(placed, **options)
+
+
+def new_group_of_members(ranks: Sequence[int], backend: str) -> Any:
+    """A process group that its members alone make together, the first of `ranks` as its rank 0.
+
+    `torch.distributed.new_group` names such a group by the ranks and by how many groups a member has: members of
+    different numbers of groups would wait for each other until the store's time is up, and a group that comes after
+    one that was destroyed would find the addresses of that one.
+    """
+    number = STATE.number(("group of members", *ranks))
+    name = f"stretto/members/{'.'.join(map(str, ranks))}/{number}/start{job_start()}"
+    made, _ = _c10d._new_process_group_helper(
+        len(ranks), ranks.index(dist.get_rank()), list(ranks), dist.Backend(backend), _c10d._get_default_store(), name,
+        timeout=_c10d._get_default_timeout(dist.Backend(backend)),
+    )  # fmt: skip
+    _c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return made
 
 
 class _RankAtPlace(int):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ...errors import InvalidInput
 from ...runtime.executor.forks import Home, check_world
 from ...runtime.executor.join import host_key
-from ...runtime.torch_backend.torch_versions import new_group_in_order
+from ...runtime.torch_backend.torch_versions import new_group_in_order, new_group_of_members
 from .serving import Orders
 
 Key = tuple[tuple[int, ...], int]
@@ -99,7 +99,7 @@ class Groups:
 
     def _new(self, members: tuple[int, ...], backend: str) -> Any:
         ranks = [self.world[member] for member in members]
-        made = new_group_in_order(ranks, backend=backend, use_local_synchronization=not self.whole)
+        made = new_group_in_order(ranks, backend=backend) if self.whole else new_group_of_members(ranks, backend)
         self._own.append(made)
         return made
 
