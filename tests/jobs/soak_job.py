@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,11 @@ def sample(pid: int) -> dict[str, int]:
     return dict(zip(KEYS, counts, strict=True))
 
 
+def thread_names(pid: int) -> dict[str, int]:
+    """How many threads of a process have each name; gRPC names its own, and Python's have that of the process."""
+    return dict(Counter((task / "comm").read_text().strip() for task in Path(f"/proc/{pid}/task").iterdir()))
+
+
 def slopes(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Growth per 1,000 iterations after the first fifth, by process and quantity."""
     later = rows[len(rows) // 5 :]
@@ -90,6 +96,7 @@ def main(folder: Path, carrier: str, iterations: int, every: int) -> None:
     for process in processes.values():
         process.start()
     rows: list[dict[str, Any]] = []
+    names: list[dict[str, dict[str, int]]] = []
     reached, reached_at = 0, time.monotonic()
     try:
         while reached < iterations or len(rows) < least_plans:
@@ -107,13 +114,14 @@ def main(folder: Path, carrier: str, iterations: int, every: int) -> None:
                     rows[-1] |= {name: {key: min(rows[-1][name][key], now[name][key]) for key in KEYS} for name in now}
                 else:
                     rows.append({"iteration": reached, "plan": int(plan), "hash": hash_, **now})
+                    names.append({name: thread_names(process.pid or 0) for name, process in processes.items()})
         (folder / "stop").touch()
         for process in ranks:
             process.join(SILENT_S)
         wrong, counts = judge_iterations(folder, RANKS)
         wrong += [f"rank {rank} ended with {one.exitcode}" for rank, one in enumerate(ranks) if one.exitcode]
         report = {"wrong": wrong, **counts, "per_1000_iterations": slopes(rows), "rows": rows}
-        report["plan_lengths"] = plan_lengths(folder)
+        report |= {"plan_lengths": plan_lengths(folder), "thread_names": [names[0], names[-1]]}
         (folder / "report").write_text(json.dumps(report))
     finally:
         for process in processes.values():
