@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from stretto import AllReduce, Cluster, synthesize
+from stretto import AllReduce, Cluster, ReduceScatter, synthesize
 from stretto.algorithms import algorithm
 from stretto.errors import InvalidInput
 from stretto.programs.formats.mscclpp_wide import PlanForm
 from stretto.programs.lowered import OPS
 from stretto.programs.wide import widen
 from stretto.simulator import Runtime
-from stretto.simulator.priced_wide import wide_time_us
+from stretto.simulator.priced_wide import wide_graph, wide_time_us
 from stretto.simulator.runtime_fit import RuntimeRow, fit_runtime
 from stretto.simulator.runtimes import Protocol
 from stretto.synthesis.lowering import forms_for
@@ -99,6 +101,33 @@ def test_synthesis_chooses_a_form_by_size() -> None:
 
 def test_forms_keep_within_the_runtime() -> None:
     direct = algorithm("direct", "all_reduce", 4)
-    forms = forms_for(direct, 1e9, PRICES)
+    forms = forms_for(direct, 1e9, PRICES, Cluster.preset("dgx_h200"))
     assert all(form.streams * form.slices <= 64 and form.protocol == "Simple" for form in forms)
     assert {form.loop_bytes > 0 for form in forms} == {True, False}
+
+
+def test_ranks_that_share_a_gpu_share_its_threadblocks() -> None:
+    shared, runtime = Cluster.preset("shared_gpu", nodes=8), Runtime.load("mscclpp:h200")
+    direct = algorithm("direct", "all_reduce", 8)
+    forms = forms_for(direct, 1e9, runtime, shared)
+    assert max(form.streams * form.slices for form in forms) == 16  # 132 multiprocessors, divided by 8
+    with pytest.raises(InvalidInput, match="32 threadblocks are more than the 16"):
+        wide_time_us(direct, shared, nbytes=1e6, form=PlanForm(slices=32), runtime=runtime)
+
+
+def test_the_direct_program_stays_where_another_is_hardly_faster() -> None:
+    cluster, runtime = Cluster.preset("shared_gpu", nodes=8), Runtime.load("mscclpp:h200")
+    wanted = ReduceScatter(8, in_place=True)
+    makers = ["library:direct", "library:ring"]
+    found = synthesize(wanted, cluster, 1 << 18, runtime=runtime, makers=makers, budget_s=60, cache=False)
+    assert found.program.name == "direct"  # A ring is predicted to be 1 % faster, by prices that are 10 % off.
+
+
+def test_one_graph_tells_the_time_with_other_prices() -> None:
+    cluster, runtime = Cluster.preset("shared_gpu", nodes=4), Runtime.load("mscclpp:h200")
+    dearer = replace(runtime, step_us=3.0, memory_gb_per_s=1000.0, block_gb_per_s={"read": 50.0, "write": 20.0})
+    for form in (PlanForm(slices=4), PlanForm(protocol="LL", streams=4)):
+        direct = algorithm("direct", "all_reduce", 4)
+        graph = wide_graph(direct, cluster, nbytes=1e5, form=form, runtime=runtime)
+        assert graph.total_us(dearer) == wide_time_us(direct, cluster, nbytes=1e5, form=form, runtime=dearer)
+        assert graph.total_us() == wide_time_us(direct, cluster, nbytes=1e5, form=form, runtime=runtime)

@@ -110,6 +110,7 @@ def price_rows(runtime: Runtime) -> list[tuple[str, str]]:
         *((f"one block: {work}", f"{rate:g} GB/s") for work, rate in runtime.block_gb_per_s.items()),
         ("messages under way on a connection", str(runtime.window or "any number")),
         ("blocks of a rank side by side", str(runtime.max_blocks or "any number")),
+        ("blocks of a GPU side by side", str(runtime.gpu_blocks or "any number")),
     ]
     return found
 

@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import log2
+from typing import Any
 
 import numpy as np
 
 from ..cluster import Cluster
 from ..collectives import Collective
 from .network import routes_between, simulate_transfers
-from .runtimes import Runtime
+from .runtimes import Runtime, sharing
 
 SOFT = 4.0
 """Close to what memory can do, blocks already hinder each other: the power of a soft maximum."""
@@ -46,6 +48,22 @@ class PricedStep:
 
 
 @dataclass(frozen=True)
+class Cost:
+    """What happens before an event and takes time: so many times a price of the runtime, or a step's work.
+
+    `what` is the name of a price, ``launch``, ``wait`` (for `count` signals), ``step`` or ``work`` (of `step`), or
+    empty for what costs nothing.
+    """
+
+    what: str = ""
+    count: int = 1
+    step: PricedStep | None = None
+
+
+FREE = Cost()
+
+
+@dataclass(frozen=True)
 class StepEvents:
     """The events of a step: where its work begins, those that end it, and what brings its data to each peer."""
 
@@ -68,7 +86,7 @@ class PriceGraph:
     slices: int
     """The threadblocks that share each step."""
     threads: int = MOST_THREADS
-    delay_us: list[float] = field(default_factory=list)
+    cost: list[Cost] = field(default_factory=list)
     after: list[Sequence[int]] = field(default_factory=list)
     message: list[tuple[int, int, int, float]] = field(default_factory=list)
     """The event, the ranks and the bytes of each message."""
@@ -78,22 +96,15 @@ class PriceGraph:
     """The event at which each rank begins."""
 
     def __post_init__(self) -> None:
-        p, ranks = self.prices, self.collective.num_ranks
-        if p.memory_gb_per_s and set(self.cluster.channels) == {"hbm"}:
-            self.sharing = ranks
-        begun_us = p.launch_us + self.blocks * self.sharing * p.block_us + p.thread_us * self.threads / MOST_THREADS
-        begun_us += p.rank_us * log2(self.sharing)
-        self.launch = [self.event(begun_us, []) for _ in range(ranks)]
+        if self.prices.memory_gb_per_s and sharing(self.cluster) > 1:
+            self.sharing = self.collective.num_ranks
+        self.launch = [self.event(Cost("launch"), []) for _ in range(self.collective.num_ranks)]
 
-    def event(self, delay_us: float, after: Sequence[int]) -> int:
+    def event(self, cost: Cost, after: Sequence[int]) -> int:
         """A new event, so long after the last of others."""
-        self.delay_us.append(delay_us)
+        self.cost.append(cost)
         self.after.append(after)
-        return len(self.delay_us) - 1
-
-    def wait_us(self, waits: int) -> float:
-        """What waiting for several signals at once costs in addition: the last of many is later than any one."""
-        return self.prices.peer_us * log2(1 + waits)
+        return len(self.cost) - 1
 
     def step(self, step: PricedStep, after: Sequence[int], packets: Sequence[int] = ()) -> StepEvents:
         """Add a step, whose blocks read and write while its messages travel.
@@ -106,31 +117,47 @@ class PriceGraph:
         Returns:
             Its events.
         """
-        p = self.prices
-        protocol = p.protocol(self.protocol)
-        price_us = p.step_us if self.protocol == "Simple" else 0.0 if step.joined else protocol.step_us
-        price_us += (step.plain_reads + step.plain_writes) * p.place_us + self.wait_us(step.waits)
-        price_us += step.packet_reads * protocol.poll_us + step.packet_writes * protocol.send_us
-        begun = self.event(price_us, after)
+        shape = replace(step, rank=0, inward=(), outward=())
+        begun = self.event(Cost("step", step=shape), after)
         if packets:
-            begun = self.event(0.0, [begun, *packets])
-        done, sent = [self.event(self._work_us(step, protocol.bytes_factor), [begun])], {}
+            begun = self.event(FREE, [begun, *packets])
+        done, sent = [self.event(Cost("work", step=shape), [begun])], {}
         for moves, inward in ((step.inward, True), (step.outward, False)):
             for peer, nbytes in moves:
                 if self.sharing > 1:
                     sent[peer] = done[0]
                     continue
-                event = self.event(0.0, [begun])
+                event = self.event(FREE, [begun])
                 ends = (peer, step.rank) if inward else (step.rank, peer)
-                self.message.append((event, *ends, nbytes * protocol.bytes_factor))
+                factor = self.prices.protocol(self.protocol).bytes_factor
+                self.message.append((event, *ends, nbytes * factor))
                 done.append(event)
                 if not inward:
                     sent[peer] = event
         return StepEvents(begun, tuple(done), sent)
 
-    def _work_us(self, step: PricedStep, factor: float) -> float:
+    def delay_us(self, cost: Cost, p: Runtime) -> float:
+        """What a runtime asks for something."""
+        if not cost.what:
+            return 0.0
+        protocol = p.protocol(self.protocol)
+        if cost.what == "launch":
+            begun_us = p.launch_us + self.blocks * self.sharing * p.block_us + p.thread_us * self.threads / MOST_THREADS
+            return begun_us + p.rank_us * log2(self.sharing)
+        if cost.what == "wait":
+            # The last of many signals is later than any one.
+            return p.peer_us * log2(1 + cost.count)
+        step = cost.step
+        if step is None:
+            return float(getattr(p if cost.what == "meet_us" else protocol, cost.what))
+        if cost.what == "work":
+            return self._work_us(step, protocol.bytes_factor, p)
+        price_us = p.step_us if self.protocol == "Simple" else 0.0 if step.joined else protocol.step_us
+        price_us += (step.plain_reads + step.plain_writes) * p.place_us + p.peer_us * log2(1 + step.waits)
+        return price_us + step.packet_reads * protocol.poll_us + step.packet_writes * protocol.send_us
+
+    def _work_us(self, step: PricedStep, factor: float, p: Runtime) -> float:
         """The time of a step's blocks for its bytes, and of the memory that all blocks share."""
-        p = self.prices
         poll = "add" if step.adds and "add" in p.block_gb_per_s else "read"
         reads = step.plain_reads * p.us_per_byte("read") + factor * step.packet_reads * p.us_per_byte(poll)
         writes = (step.plain_writes + factor * step.packet_writes) * p.us_per_byte("write")
@@ -147,9 +174,21 @@ class PriceGraph:
         memory = step.nbytes * touched * self.sharing * per_byte / 1e3
         return float((work**SOFT + memory**SOFT) ** (1 / SOFT))
 
-    def total_us(self) -> float:
-        """Run all events, and return when the last has happened; messages are numbered behind those without links."""
-        events, moved = len(self.delay_us), {event for event, *_ in self.message}
+    def total_us(self, prices: Runtime | None = None) -> float:
+        """Run all events, and return when the last has happened.
+
+        Other prices than those that the graph was made with may differ in figures, not in what is limited at all.
+        """
+        run, costs, index = self._run
+        prices = prices or self.prices
+        delays = np.array([self.delay_us(cost, prices) for cost in costs])
+        times = simulate_transfers(self.cluster, delay_us=delays[index], contention=prices.contention, **run)
+        return float(times.end_us.max(initial=0.0))
+
+    @cached_property
+    def _run(self) -> tuple[dict[str, Any], list[Cost], np.ndarray]:
+        """What is simulated, the different costs, and that of each event; messages come behind what has no links."""
+        events, moved = len(self.cost), {event for event, *_ in self.message}
         quiet = [e for e in range(events) if e not in moved]
         number = {e: k for k, e in enumerate([*quiet, *(event for event, *_ in self.message)])}
         device = np.array(self.collective.ranks, np.int32)
@@ -160,18 +199,16 @@ class PriceGraph:
         rows = [[number[a] for a in self.after[e]] for e in order.tolist()]
         after = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
         first = len(quiet)
-        times = simulate_transfers(
-            self.cluster,
-            routes=(np.append(ptr, ptr[-1]), links),
-            route=np.concatenate([np.full(first, len(ptr) - 1), route]).astype(np.int32),
+        run = {
+            "routes": (np.append(ptr, ptr[-1]), links),
+            "route": np.concatenate([np.full(first, len(ptr) - 1), route]).astype(np.int32),
             # Peers' slices travel side by side: every message has a connection of its own.
-            connection=np.arange(events, dtype=np.int32),
-            nbytes=np.concatenate([np.zeros(first), nbytes]),
-            after=(after, np.array([a for row in rows for a in row], np.int32)),
-            delay_us=np.array(self.delay_us)[order],
-            contention=self.prices.contention,
-        )
-        return float(times.end_us.max(initial=0.0))
+            "connection": np.arange(events, dtype=np.int32),
+            "nbytes": np.concatenate([np.zeros(first), nbytes]),
+            "after": (after, np.array([a for row in rows for a in row], np.int32)),
+        }
+        costs = {cost: at for at, cost in enumerate(dict.fromkeys(self.cost))}
+        return run, list(costs), np.array([costs[cost] for cost in self.cost])[order]
 
 
 class PacketArrivals:
@@ -197,14 +234,13 @@ class PacketArrivals:
             Its events.
         """
         graph = self._graph
-        signal_us = graph.prices.protocol(graph.protocol).signal_us
+        signal = Cost("signal_us")
         senders = [(self._from[place], reader) for place, reader in places]
-        first = [graph.event(signal_us, [events.begun]) for events, _ in senders]
+        first = [graph.event(signal, [events.begun]) for events, _ in senders]
         found = graph.step(step, after, first)
         if not senders:
             return found
         last = [
-            graph.event(signal_us, [events.done[0], events.sent.get(reader, events.done[0])])
-            for events, reader in senders
+            graph.event(signal, [events.done[0], events.sent.get(reader, events.done[0])]) for events, reader in senders
         ]
-        return StepEvents(found.begun, (graph.event(0.0, [*found.done, *last]),), found.sent)
+        return StepEvents(found.begun, (graph.event(FREE, [*found.done, *last]),), found.sent)

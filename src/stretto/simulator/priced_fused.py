@@ -10,9 +10,10 @@ from pathlib import Path
 from ..cluster import Cluster
 from ..errors import InvalidInput
 from ..programs.fused import PACKET, Fused, FusedStep
-from .price_graph import PacketArrivals, PricedStep, PriceGraph
+from .price_graph import Cost, PacketArrivals, PricedStep, PriceGraph
 from .runtimes import Runtime, runtime_of
 
+MEET = Cost("meet_us")
 NAMES = {"simple": "Simple", "ll": "LL"}
 MOST_ROUNDS = 8
 """The most rounds that are simulated; more of them are taken to be as many, each longer."""
@@ -51,17 +52,38 @@ def fused_time_us(
     >>> small < 20 < large
     True
     """
-    prices = runtime_of(runtime)
+    return fused_graph(fused, cluster, nbytes=nbytes, blocks=blocks, runtime=runtime_of(runtime)).total_us()
+
+
+def fused_graph(fused: Fused, cluster: Cluster, *, nbytes: float, blocks: int, runtime: Runtime) -> PriceGraph:
+    """The events of fused steps, whose time can be asked for with several prices.
+
+    Args:
+        fused: The steps of all ranks.
+        cluster: The cluster.
+        nbytes: The bytes that the collective moves, > 0.
+        blocks: The blocks of a rank.
+        runtime: The runtime.
+
+    Returns:
+        The graph.
+
+    Raises:
+        InvalidInput: The runtime lacks the protocol, or runs fewer blocks.
+    """
+    prices = runtime
+    prices.protocol(NAMES[fused.protocol])
     if blocks < 1:
         raise InvalidInput(f"blocks: must be >= 1, not {blocks}")
-    if prices.max_blocks and blocks > prices.max_blocks:
-        raise InvalidInput(f"blocks: {blocks} are more than the {prices.max_blocks} that {prices.name} runs")
+    most = prices.blocks_on(cluster)
+    if most and blocks > most:
+        raise InvalidInput(f"blocks: {blocks} are more than the {most} that {prices.name} runs")
     graph = PriceGraph(
         collective=fused.collective, cluster=cluster, nbytes=nbytes, prices=prices, protocol=NAMES[fused.protocol],
         blocks=blocks, slices=blocks,
     )  # fmt: skip
     _Streams(fused, graph, min(rounds_of(fused, nbytes, blocks), MOST_ROUNDS)).add()
-    return graph.total_us()
+    return graph
 
 
 def rounds_of(fused: Fused, nbytes: float, blocks: int) -> int:
@@ -96,11 +118,10 @@ class _Streams:
 
     def add(self) -> None:
         fused, graph = self._fused, self._graph
-        meet_us = graph.prices.meet_us
         for rank, peers in enumerate(fused.ready):
             if peers:
-                heard = [graph.event(meet_us, [graph.launch[q]]) for q in peers]
-                self._last[rank] = (graph.event(graph.wait_us(len(peers)), [graph.launch[rank], *heard]),)
+                heard = [graph.event(MEET, [graph.launch[q]]) for q in peers]
+                self._last[rank] = (graph.event(Cost("wait", len(peers)), [graph.launch[rank], *heard]),)
         order = sorted(
             ((step.level, rank, step) for rank, stream in enumerate(fused.steps) for step in stream),
             key=lambda entry: entry[:2],
@@ -115,14 +136,14 @@ class _Streams:
                 self._step(rank, step, arrivals)
         for rank, peers in enumerate(fused.done):
             if peers:
-                heard = [graph.event(meet_us, self._last[q]) for q in peers]
-                graph.event(graph.wait_us(len(peers)), [*heard, *self._last[rank]])
+                heard = [graph.event(MEET, self._last[q]) for q in peers]
+                graph.event(Cost("wait", len(peers)), [*heard, *self._last[rank]])
 
     def _step(self, rank: int, step: FusedStep, arrivals: PacketArrivals) -> None:
         graph = self._graph
         after = list(self._last[rank])
         for q, number in step.waits:
-            after.append(graph.event(graph.prices.meet_us, self._told[q, rank][number - 1]))
+            after.append(graph.event(MEET, self._told[q, rank][number - 1]))
         places = {
             place for item in step.items for place in item.sources if place.space == PACKET and place.rank == rank
         }

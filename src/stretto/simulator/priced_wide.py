@@ -13,7 +13,7 @@ from ..programs import Program
 from ..programs.formats.mscclpp_wide import PlanForm, widen_in
 from ..programs.formats.mscclpp_wide_sync import StreamSync
 from ..programs.wide import PACKET, WideProgram, WideStep
-from .price_graph import MOST_TURNS, PacketArrivals, PricedStep, PriceGraph
+from .price_graph import MOST_TURNS, Cost, PacketArrivals, PricedStep, PriceGraph
 from .runtimes import Runtime, runtime_of
 
 
@@ -51,11 +51,34 @@ def wide_time_us(
     >>> small["LL"] < small["Simple"]
     True
     """
-    form, prices = form or PlanForm(), runtime_of(runtime)
+    return wide_graph(program, cluster, nbytes=nbytes, form=form or PlanForm(), runtime=runtime_of(runtime)).total_us()
+
+
+def wide_graph(
+    program: Program | WideProgram, cluster: Cluster, *, nbytes: float, form: PlanForm, runtime: Runtime
+) -> PriceGraph:
+    """The events of a plan of wide steps, whose time can be asked for with several prices.
+
+    Args:
+        program: The program, or the wide steps that were made of it in the same form.
+        cluster: The cluster.
+        nbytes: The bytes that the collective moves, > 0.
+        form: How the plan is carried out.
+        runtime: The runtime.
+
+    Returns:
+        The graph.
+
+    Raises:
+        InvalidInput: The runtime lacks the protocol, or runs fewer threadblocks.
+    """
+    prices = runtime
+    prices.protocol(form.protocol)
     wide = program if isinstance(program, WideProgram) else widen_in(program, form)
     blocks = wide.streams * form.slices
-    if prices.max_blocks and blocks > prices.max_blocks:
-        raise InvalidInput(f"form: {blocks} threadblocks are more than the {prices.max_blocks} that {prices.name} runs")
+    most = prices.blocks_on(cluster)
+    if most and blocks > most:
+        raise InvalidInput(f"form: {blocks} threadblocks are more than the {most} that {prices.name} runs")
     graph = PriceGraph(
         collective=wide.program.collective, cluster=cluster, nbytes=nbytes, prices=prices, protocol=form.protocol,
         blocks=blocks, slices=form.slices, threads=form.threads,
@@ -65,7 +88,7 @@ def wide_time_us(
     else:
         for stream in range(wide.streams):
             _signals(graph, [s for s in wide.steps if wide.stream[s.piece] == stream], form)
-    return graph.total_us()
+    return graph
 
 
 def _priced(graph: PriceGraph, step: WideStep, turns: int = 1, waits: int = 0, joined: bool = False) -> PricedStep:
@@ -102,10 +125,10 @@ def _packets(graph: PriceGraph, wide: WideProgram) -> None:
 def _signals(graph: PriceGraph, steps: list[WideStep], form: PlanForm) -> None:
     ranks = graph.collective.num_ranks
     sync = StreamSync(steps, ranks)
-    signal_us = graph.prices.meet_us
+    meet = Cost("meet_us")
     turns = _turns(graph, steps, form)
     last: list[tuple[int, ...]] = [(event,) for event in graph.launch]
-    begun = {(q, r): graph.event(signal_us, [graph.launch[q]]) for q in range(ranks) for r in sync.signals(q, 0)}
+    begun = {(q, r): graph.event(meet, [graph.launch[q]]) for q in range(ranks) for r in sync.signals(q, 0)}
     plan = [list(sync.schedule(r)) for r in range(ranks)]
     for _ in range(turns):
         done: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -116,12 +139,12 @@ def _signals(graph: PriceGraph, steps: list[WideStep], form: PlanForm) -> None:
             at[r] += 1
             after = list(last[r])
             for q, number in waits:
-                after.append(begun[q, r] if number == 0 else graph.event(signal_us, done[q, number]))
+                after.append(begun[q, r] if number == 0 else graph.event(meet, done[q, number]))
             done[r, at[r]] = last[r] = graph.step(_priced(graph, step, turns, len(waits)), after).done
     for r in range(ranks):
-        heard = [graph.event(signal_us, last[q]) for q in sync.last_waits(r)]
+        heard = [graph.event(meet, last[q]) for q in sync.last_waits(r)]
         if heard:
-            graph.event(graph.wait_us(len(heard)), [*heard, *last[r]])
+            graph.event(Cost("wait", len(heard)), [*heard, *last[r]])
 
 
 def _turns(graph: PriceGraph, steps: list[WideStep], form: PlanForm) -> int:

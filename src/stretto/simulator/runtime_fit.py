@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import exp, log
+from math import exp
 from typing import Any
 
 import numpy as np
@@ -17,14 +17,18 @@ from ..programs.fused import Fused
 from ..programs.lowered import OPS, Lowered
 from ..programs.wide import WideProgram
 from ..units import LARGEST
+from .price_graph import Cost, PriceGraph
 from .priced import run_priced
-from .priced_fused import fused_time_us
-from .priced_wide import wide_time_us
+from .priced_fused import fused_graph
+from .priced_wide import wide_graph
 from .runtimes import WIDE_PRICES, WORK, Runtime
 
-STEPS = (1.0, 0.5, 0.25, 0.1, 0.05, 0.02)
+STEPS = (0.5, 0.25, 0.1, 0.05, 0.02)
 """By how much the logarithm of a price is moved, from coarse to fine."""
-MAX_ROUNDS = 12
+MAX_ROUNDS = 6
+MAX_DESCENTS, MAX_DAMPINGS, DAMPING, TINY, SMALL_ERROR = 30, 8, 1e-3, 1e-3, 0.02
+"""Of the descent with all prices: how often, how often it is shortened, by what at first; the step with which slopes
+are measured; and the error below which a row weighs no more."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,8 +78,8 @@ def fit_runtime(
 ) -> RuntimeFit:
     """Find the prices at which simulated times are closest to measured ones (mean of ``|log ratio|``).
 
-    Each free price is moved up and down by factors, from coarse to fine, for as long as that helps. Same input, same
-    result.
+    First all prices are moved together along their slopes, then each up and down by factors, from coarse to fine, for
+    as long as that helps. Same input, same result.
 
     Args:
         rows: The measurements to fit.
@@ -96,40 +100,128 @@ def fit_runtime(
     if not rows:
         raise InvalidInput("rows: must have at least one measurement")
     prices = {name: _get(start, name) or 1.0 for name in free}
-    best = _loss(rows, _with(start, prices))
-    for step in STEPS:
-        for _ in range(MAX_ROUNDS):
-            before = best
-            for name in free:
-                for factor in (exp(step), exp(-step)):
-                    moved = prices | {name: prices[name] * factor}
-                    loss = _loss(rows, _with(start, moved))
-                    if loss < best * (1 - 1e-9):
-                        best, prices = loss, moved
-                        break
-            report(f"mean deviation {100 * (exp(best) - 1):.1f} %")
-            if best >= before * (1 - 1e-6):
-                break
-    found = _with(start, {name: float(f"{value:.4g}") for name, value in prices.items()})
+    timed = _Times(rows, _with(start, prices))
+    fit = _Fit(timed, start, tuple(free), report)
+    found = fit.polished(fit.descended(np.log([prices[name] for name in free])))
+    rounded = _with(start, {name: float(f"{value:.4g}") for name, value in fit.prices(found).items()})
     return RuntimeFit(
-        runtime=found,
-        fitted=tuple(_ratio(row, found) for row in rows),
-        judged=tuple(_ratio(row, found) for row in judge),
+        runtime=rounded,
+        fitted=tuple(timed.ratios(rounded).tolist()),
+        judged=tuple(_Times(judge, rounded).ratios(rounded).tolist()) if judge else (),
     )
 
 
-def _ratio(row: RuntimeRow, runtime: Runtime) -> float:
+class _Fit:
+    """The search over the logarithms of prices for the least mean of ``|log ratio|``."""
+
+    def __init__(self, timed: _Times, start: Runtime, free: tuple[str, ...], report: Callable[[str], None]) -> None:
+        self._timed, self._start, self._free, self._report = timed, start, free, report
+
+    def prices(self, logs: np.ndarray) -> dict[str, float]:
+        return {name: exp(value) for name, value in zip(self._free, logs.tolist(), strict=True)}
+
+    def _errors(self, logs: np.ndarray) -> np.ndarray:
+        return np.log(np.maximum(self._timed.ratios(_with(self._start, self.prices(logs))), 1e-12))
+
+    def descended(self, logs: np.ndarray) -> np.ndarray:
+        """All prices at once along what each of them changes: least squares, where large errors weigh less."""
+        errors = self._errors(logs)
+        best, damping = float(np.abs(errors).mean()), DAMPING
+        for _ in range(MAX_DESCENTS):
+            slopes = np.stack([(self._errors(logs + step) - errors) / TINY for step in TINY * np.eye(len(logs))], 1)
+            weighed = slopes.T / np.maximum(np.abs(errors), SMALL_ERROR)
+            for _ in range(MAX_DAMPINGS):
+                normal = weighed @ slopes + damping * len(errors) * np.eye(len(logs))
+                moved = logs - np.clip(np.linalg.solve(normal, weighed @ errors), -1.0, 1.0)
+                tried = self._errors(moved)
+                loss = float(np.abs(tried).mean())
+                if loss < best:
+                    break
+                damping *= 4
+            else:
+                return logs
+            gain, best, logs, errors, damping = best - loss, loss, moved, tried, damping / 4
+            self._report(f"mean deviation {100 * (exp(best) - 1):.1f} %")
+            if gain < 1e-3 * best:
+                break
+        return logs
+
+    def polished(self, logs: np.ndarray) -> np.ndarray:
+        """Each price up and down by factors, from coarse to fine, for as long as that helps."""
+        best = float(np.abs(self._errors(logs)).mean())
+        for step in STEPS:
+            for _ in range(MAX_ROUNDS):
+                before = best
+                for move in step * np.eye(len(logs)):
+                    for moved in (logs + move, logs - move):
+                        loss = float(np.abs(self._errors(moved)).mean())
+                        if loss < best * (1 - 1e-9):
+                            best, logs = loss, moved
+                            break
+                self._report(f"mean deviation {100 * (exp(best) - 1):.1f} %")
+                if best >= before * (1 - 1e-3):
+                    break
+        return logs
+
+
+class _Times:
+    """Predicted over measured times of many rows with any prices.
+
+    The events of steps are made once, and those of all rows whose ranks share a GPU, so that nothing travels over
+    links, are run together: level by level of what waits for what.
+    """
+
+    def __init__(self, rows: Sequence[RuntimeRow], start: Runtime) -> None:
+        self._measured = np.array([row.time_us for row in rows])
+        self._streams = [(at, row) for at, row in enumerate(rows) if isinstance(row.lowered, Lowered)]
+        graphs = [(at, _graph(row, start)) for at, row in enumerate(rows) if not isinstance(row.lowered, Lowered)]
+        self._linked = [(at, graph) for at, graph in graphs if graph.message]
+        self._free = [(at, graph) for at, graph in graphs if not graph.message]
+        level: list[int] = []
+        waits: list[list[int]] = []
+        self._costs: list[tuple[PriceGraph, Cost]] = []
+        cost_of: list[int] = []
+        self._ends: list[int] = []
+        for _, graph in self._free:
+            first, number = len(level), {cost: len(self._costs) + k for k, cost in enumerate(dict.fromkeys(graph.cost))}
+            self._costs += [(graph, cost) for cost in number]
+            cost_of += [number[cost] for cost in graph.cost]
+            for after in graph.after:
+                waits.append([first + a for a in after])
+                level.append(1 + max((level[first + a] for a in after), default=-1))
+            self._ends.append(first)
+        self._cost_of = np.array(cost_of, np.int64)
+        self._levels = []
+        for which in range(1, max(level, default=0) + 1):
+            events = [e for e in np.flatnonzero(np.array(level) == which).tolist()]
+            sizes = [len(waits[e]) for e in events]
+            before = np.array([a for e in events for a in waits[e]])
+            self._levels.append((np.array(events), before, np.cumsum([0, *sizes[:-1]])))
+
+    def ratios(self, prices: Runtime) -> np.ndarray:
+        found = np.empty(len(self._measured))
+        for at, row in self._streams:
+            assert isinstance(row.lowered, Lowered)
+            mine = prices.without("receive") if row.zero_copy else prices
+            found[at] = run_priced(row.lowered, row.cluster, nbytes=row.nbytes, runtime=mine).total_us
+        for at, graph in self._linked:
+            found[at] = graph.total_us(prices)
+        if self._free:
+            delays = np.array([graph.delay_us(cost, prices) for graph, cost in self._costs])
+            done = delays[self._cost_of]
+            for events, before, starts in self._levels:
+                done[events] += np.maximum.reduceat(done[before], starts)
+            found[[at for at, _ in self._free]] = np.maximum.reduceat(done, self._ends)
+        return found / self._measured
+
+
+def _graph(row: RuntimeRow, start: Runtime) -> PriceGraph:
+    """The events of wide or fused steps."""
     if isinstance(row.lowered, WideProgram):
-        return wide_time_us(row.lowered, row.cluster, nbytes=row.nbytes, form=row.form, runtime=runtime) / row.time_us
-    if isinstance(row.lowered, Fused):
-        took = fused_time_us(row.lowered, row.cluster, nbytes=row.nbytes, blocks=row.blocks, runtime=runtime)
-        return took / row.time_us
-    prices = runtime.without("receive") if row.zero_copy else runtime
-    return run_priced(row.lowered, row.cluster, nbytes=row.nbytes, runtime=prices).total_us / row.time_us
-
-
-def _loss(rows: Sequence[RuntimeRow], runtime: Runtime) -> float:
-    return float(np.mean([abs(log(max(_ratio(row, runtime), 1e-12))) for row in rows]))
+        form = row.form or PlanForm()
+        return wide_graph(row.lowered, row.cluster, nbytes=row.nbytes, form=form, runtime=start)
+    assert isinstance(row.lowered, Fused)
+    return fused_graph(row.lowered, row.cluster, nbytes=row.nbytes, blocks=row.blocks, runtime=start)
 
 
 PLAIN = ("launch_us", "handover_us", *WIDE_PRICES)

@@ -14,6 +14,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from ..cluster import Cluster
 from ..errors import InvalidInput, unknown
 from ..files import convert, naming_lines, parse_yaml, plain, read_text, write_file
 from ..programs.lowered import OPS
@@ -99,6 +100,8 @@ class Runtime:
     """Longer messages are cut, and the whole streams run slice behind slice; 0: they are not."""
     max_blocks: int = 0
     """The most threadblocks of a rank that run side by side; 0: no limit."""
+    gpu_blocks: int = 0
+    """The most threadblocks that a GPU runs side by side, of all ranks that share it; 0: no limit."""
     contention: Literal["fifo", "fair"] | None = None
     """How its messages share links, where that is the runtime's doing; None: the cluster's default."""
     protocols: Mapping[str, Protocol] = field(default_factory=lambda: {"Simple": Protocol()})
@@ -108,7 +111,7 @@ class Runtime:
     def __post_init__(self) -> None:
         for key in ("launch_us", "handover_us", *WIDE_PRICES):
             _number(key, getattr(self, key))
-        for key in ("window", "slice_bytes", "max_blocks"):
+        for key in ("window", "slice_bytes", "max_blocks", "gpu_blocks"):
             value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise InvalidInput(f"{key}: must be a whole number >= 0, not {value!r}")
@@ -152,6 +155,20 @@ class Runtime:
     def knows_wide(self) -> bool:
         """Whether it has prices for wide steps."""
         return bool(self.step_us or self.meet_us or {"read", "write"} & self.block_gb_per_s.keys())
+
+    def blocks_on(self, cluster: Cluster) -> int:
+        """The most threadblocks of a rank on a cluster, whose ranks may share a GPU; 0 where nothing limits them.
+
+        All of them must run side by side, since they wait for each other.
+
+        >>> from stretto import Cluster
+        >>> [Runtime.load("mscclpp:h200").blocks_on(Cluster.preset(name)) for name in ("dgx_h200", "shared_gpu:8")]
+        [80, 16]
+        """
+        if not self.gpu_blocks:
+            return self.max_blocks
+        mine = max(1, self.gpu_blocks // sharing(cluster))
+        return min(mine, self.max_blocks) if self.max_blocks else mine
 
     def without(self, work: str) -> Runtime:
         """The same prices with one kind of work of a block free, such as ``receive`` where messages need no slots."""
@@ -207,7 +224,7 @@ class Runtime:
 
 _PLAIN: tuple[str, ...] = (
     "name", "launch_us", *WIDE_PRICES, "handover_us", "holds_block", "window", "slice_bytes", "max_blocks",
-    "contention",
+    "gpu_blocks", "contention",
 )  # fmt: skip
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 
@@ -242,6 +259,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     window: int = 0
     slice_bytes: int = 0
     max_blocks: int = 0
+    gpu_blocks: int = 0
     contention: Literal["fifo", "fair"] | None = None
     protocols: dict[Name, _Protocol] = {}
     notes: list[str] = []
@@ -287,6 +305,7 @@ PRESETS: Mapping[str, Runtime] = MappingProxyType(
             holds_block=True,
             window=2,
             max_blocks=80,
+            gpu_blocks=132,
             contention="fair",
             protocols={
                 "Simple": Protocol(signal_us=1.08),
@@ -315,6 +334,7 @@ PRESETS: Mapping[str, Runtime] = MappingProxyType(
             cache_mb=50.0,
             block_gb_per_s={"read": 137.7, "add": 25.33, "write": 45.29},
             max_blocks=32,
+            gpu_blocks=132,
             contention="fair",
             protocols={
                 "Simple": Protocol(),
@@ -329,6 +349,11 @@ PRESETS: Mapping[str, Runtime] = MappingProxyType(
     }
 )
 """The runtimes that have a name."""
+
+
+def sharing(cluster: Cluster) -> int:
+    """How many ranks share one GPU: all where its memory is all of their links (preset ``shared_gpu``)."""
+    return cluster.num_devices if set(cluster.channels) == {"hbm"} else 1
 
 
 def runtime_of(given: Runtime | str | Path | None) -> Runtime:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..algorithms import algorithm
+from ..cluster import Cluster
 from ..errors import Infeasible, StrettoError
 from ..programs import Lowered, Program, SymmetricProgram
 from ..programs.formats import mscclpp_wide
@@ -25,6 +26,7 @@ from .certificate import Candidate, Lowering, ProvedProgram
 from .loop_trees import loop_trees
 from .problem import SynthesisProblem
 
+DIRECT = "library:direct"
 FORMATS = ("msccl", "mscclpp")
 """The file formats that programs can be lowered for."""
 MAX_INSTANCES = 16
@@ -43,6 +45,11 @@ MAX_PACKETS = 2e6
 """The most bytes of a collective for which packets, which take twice the room, are tried."""
 TREES_FROM = 8e6
 """From so many bytes on, trees in loops are tried where links differ."""
+FEWEST_STEPS = 0.8
+"""Below `TREES_FROM`, where steps are what a call costs, other programs replace the direct one from so much less time
+on: prices were fitted to direct ones."""
+PROMISING = 1.25
+"""The factor by which a program's first forms may be slower than the best and the others are still tried."""
 LL_THREADS = (1024, 512)
 """The threads of threadblocks that read packets, of those that are tried."""
 LOOP_TURNS = (8, 32)
@@ -156,7 +163,7 @@ class _Search:
         if problem.nbytes > TREES_FROM and all(d.time_us > LOWERED_WELL * programs[0].time_us for d in direct):
             # Links differ, and what is direct goes round. Trees may take half of the time at most.
             half = time.monotonic() + (self.deadline - time.monotonic()) / 2
-            most = prices.max_blocks or MAX_THREADBLOCKS
+            most = prices.blocks_on(problem.cluster) or MAX_THREADBLOCKS
             for program in loop_trees(problem.collective, problem.cluster, most=most):
                 if self.best is not None and time.monotonic() > half:
                     break
@@ -174,7 +181,11 @@ class _Search:
         made_of: dict[PlanForm, WideProgram] = {}
         before: dict[PlanForm, float] = {}
         enough: set[PlanForm] = set()
-        for form in forms if forms is not None else forms_for(program, problem.nbytes, prices):
+        if forms is None:
+            forms = forms_for(program, problem.nbytes, prices, problem.cluster)
+            if self.best is not None and not self._promises(program, forms):
+                return
+        for form in forms:
             key = replace(form, slices=1, loop_bytes=0)
             if self.over():
                 break
@@ -190,16 +201,39 @@ class _Search:
                 if not form.loop_bytes:
                     enough |= {key} if took > WORTHWHILE * before.get(key, inf) else set()
                     before[key] = took
-                if self.best is not None and took >= self.best[1].time_us:
+                if self.best is not None and took >= self.best[1].time_us * self._margin(made):
                     self.tried.append(Candidate(maker=made.maker, name=name, time_us=took))
                     continue
-                mscclpp_wide.dumps(program, form=form, max_threadblocks=prices.max_blocks or MAX_THREADBLOCKS)
+                mscclpp_wide.dumps(
+                    program, form=form, max_threadblocks=prices.blocks_on(problem.cluster) or MAX_THREADBLOCKS
+                )
                 lowered = program.lower(fifo_depth=2)
             except StrettoError as error:
                 self.tried.append(Candidate(maker=made.maker, name=name, reason=str(error)))
                 continue
             self.tried.append(Candidate(maker=made.maker, name=name, time_us=took))
             self.best = made, Lowering(lowered=lowered, time_us=took, instances=1, fifo_depth=2, form=form)
+
+    def _promises(self, program: Program, forms: Sequence[PlanForm]) -> bool:
+        """Whether a program is nearly as fast as the best in its own form, or with most threadblocks of each kind."""
+        assert self.best is not None and self.problem.runtime is not None
+        first = {(form.protocol, form.apart): form for form in forms if not form.loop_bytes}
+        asked = [*first.values(), *([self.best[1].form] if self.best[1].form in forms else [])]
+        for form in asked:
+            try:
+                took = wide_time_us(
+                    program, self.problem.cluster, nbytes=self.problem.nbytes, form=form, runtime=self.problem.runtime
+                )
+            except StrettoError:
+                continue
+            if took < PROMISING * self.best[1].time_us:
+                return True
+        return False
+
+    def _margin(self, made: ProvedProgram) -> float:
+        """The share of the best time below which wide steps of a program are taken instead."""
+        held = self.best is not None and self.best[0].maker == DIRECT and made.maker != DIRECT
+        return FEWEST_STEPS if held and self.problem.nbytes <= TREES_FROM else 1.0
 
 
 def _direct(problem: SynthesisProblem) -> list[ProvedProgram]:
@@ -210,7 +244,7 @@ def _direct(problem: SynthesisProblem) -> list[ProvedProgram]:
         program = algorithm("direct", c.kind, c.ranks, in_place=c.in_place, **options)
     except StrettoError:
         return []
-    return [_timed("library:direct", program, problem)]
+    return [_timed(DIRECT, program, problem)]
 
 
 def _timed(maker: str, program: Program, problem: SynthesisProblem) -> ProvedProgram:
@@ -236,18 +270,19 @@ def loop_forms(program: Program, nbytes: float, most: int) -> list[PlanForm]:
     return [at_once, replace(at_once, loop_bytes=loop)] if loop >= LEAST_LOOP else [at_once]
 
 
-def forms_for(program: Program, nbytes: float, prices: Runtime) -> list[PlanForm]:
+def forms_for(program: Program, nbytes: float, prices: Runtime, cluster: Cluster) -> list[PlanForm]:
     """The forms of a plan that are tried: protocols, streams, slices, threads and loops, from few threadblocks to many.
 
     Args:
         program: The program.
         nbytes: The bytes that the collective moves.
         prices: The runtime.
+        cluster: Where it runs.
 
     Returns:
         The forms.
     """
-    most = prices.max_blocks or MAX_THREADBLOCKS
+    most = prices.blocks_on(cluster) or MAX_THREADBLOCKS
     ranks, chunks = program.collective.num_ranks, program.collective.num_chunks
     share = float(program.collective.chunk_share[0]) * nbytes
     loops = [loop for loop in (int(share / turns) // 16 * 16 for turns in LOOP_TURNS) if loop >= LEAST_LOOP]

@@ -25,7 +25,7 @@ from .certificate import Synthesis
 from .portfolio import synthesize
 from .problem import Progress
 
-COLUMNS = ("file", "program", "maker", "min_bytes", "max_bytes", "nbytes", "time_us", "bound_us", "gap")
+COLUMNS = ("file", "program", "maker", "min_bytes", "max_bytes", "nbytes", "time_us", "bound_us", "gap", "form")
 MAX_SIZES = 64
 
 
@@ -75,6 +75,7 @@ class Selection:
                 "time_us": took,
                 "bound_us": bound,
                 "gap": took / bound - 1 if bound > 0 else 0.0,
+                "form": str(choice.synthesis.certificate.form or ""),
             }
             for choice in self.choices
             for nbytes, took, bound in choice.points
