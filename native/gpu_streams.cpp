@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <random>
 #include <stdexcept>
@@ -48,6 +49,7 @@ struct World {
   std::mt19937 random;
   int blocks = 1, threads = 1;
   u64 clock = 0;
+  std::map<std::pair<int, int>, bool> gave_up;  // by rank and block
 };
 World* world = nullptr;
 
@@ -55,6 +57,12 @@ World* world = nullptr;
 void give_way(bool meets) {
   world->now->waits = meets;
   swapcontext(&world->now->context, &world->home);
+}
+bool meet_any(bool mine) {  // Whoever gives up does so for good, so nobody takes it back.
+  bool& any = world->gave_up[{world->now->rank, world->now->block}];
+  any = any || mine;
+  give_way(true);
+  return any;
 }
 void maybe() {
   if ((world->random() & 7) == 0) give_way(false);
@@ -72,6 +80,7 @@ void maybe() {
 #define BLOCK ((u32)world->now->block)
 #define BLOCKS ((u32)world->blocks)
 #define MEET() give_way(true)
+#define MEET_ANY(x) meet_any(x)
 #define PAUSE() give_way(false)
 DEV void st_release(u32* p, u32 v) { maybe(); *p = v; maybe(); }
 DEV u32 ld_acquire(const u32* p) { return *p; }
@@ -104,14 +113,18 @@ DEV u32 leading_zeros(u32 v) { return (u32)__builtin_clz(v); }
 DEV bool first_to(u32* p) { return *p ? false : (*p = 1, true); }
 
 #include "../src/stretto/runtime/gpu/kernel.cu"
+#include "../src/stretto/runtime/gpu/kernel_packets.cu"
+#include "../src/stretto/runtime/gpu/kernel_ends.cu"
 
-struct RankParams {  // Of one launch on one rank: which of the two is used is in the header.
+struct RankParams {  // Of one launch on one rank: which of the three is used is in the header.
   Params plain;
   PacketParams packets;
+  EndParams ends;
 };
 using Run = void (*)(const RankParams&, Shared&);
 template <class E, int OP> void interpret_any(const RankParams& p, Shared& shared) {
   if (p.plain.header[H_USES_SLOTS] & 4) interpret_packets<E, OP>(p.packets);
+  else if (p.plain.header[H_USES_SLOTS] & 8) interpret_ends<E, OP>(p.ends);
   else interpret<E, OP>(p.plain, shared);
 }
 template <class E> Run of(int operation) {
@@ -185,6 +198,18 @@ PacketParams packet_params(const Params& p, int rank, int ranks) {
   return q;
 }
 
+EndParams end_params(const Params& p, int rank, int ranks) {
+  EndParams q{};
+  if (ranks > QUIET_RANKS || p.words > INLINE_WORDS) throw std::invalid_argument("too much for a launch");
+  q.limits = p.limits, q.state = p.state, q.slot_bytes = p.slot_bytes;
+  for (int r = 0; r < ranks; r++) q.memory[r] = p.memory[r], q.input[r] = p.input[r], q.output[r] = p.output[r];
+  q.rank = rank, q.ranks = ranks, q.steps = p.header[H_STEPS];
+  q.ready = p.header[H_READY], q.tell_ready = p.header[H_TELL_READY];
+  q.done = p.header[H_DONE], q.tell_done = p.header[H_TELL_DONE];
+  std::memcpy(q.stream, p.stream, p.words * sizeof(int));
+  return q;
+}
+
 void run(const GpuMemory& m, const std::vector<GpuLaunch>& launches, u64 seed, u64 most) {
   World here;
   Call what;
@@ -208,6 +233,7 @@ void run(const GpuMemory& m, const std::vector<GpuLaunch>& launches, u64 seed, u
       p.slot_bytes = l.slot_bytes, p.packet_bytes = l.packet_bytes;
       std::memcpy(p.header, (const int*)l.headers[r], sizeof p.header + sizeof p.heard);
       if (p.header[H_USES_SLOTS] & 4) row[r].packets = packet_params(p, r, ranks);
+      if (p.header[H_USES_SLOTS] & 8) row[r].ends = end_params(p, r, ranks);
       if (!l.shared) for (int q = 0; q < ranks; q++) if (q != r) p.input[q] = p.output[q] = 0;
     }
   }

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from stretto.algorithms import algorithm
 from stretto.programs.ir import Program
 from stretto.runtime.gpu import GpuCommunicator, GpuProgram, compile, encode
-from stretto.runtime.gpu.compile import GpuKernel, GpuParams, compile_cubin, nvrtc
+from stretto.runtime.gpu.compile import EndParams, GpuParams
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
@@ -155,41 +155,10 @@ def time_all_reduce(comm: GpuCommunicator, sizes: list[int]) -> None:
         say(nbytes, " | ".join(rows), "|| symm_mem", " ".join(theirs))
 
 
-COPY = """
-struct Params { u64 head[5]; u64 memory[32]; u64 input[32]; u64 output[32]; u64 count; u64 tail[15]; };
-extern "C" __global__ void __launch_bounds__(512, 2) stretto_run(const __grid_constant__ Params P) {
-  const uint4* from = (const uint4*)P.input[0];
-  uint4* to = (uint4*)P.output[0];
-  u64 per = (P.count / 16 + gridDim.x - 1) / gridDim.x, low = per * blockIdx.x, high = min(low + per, P.count / 16);
-  for (u64 i = low + threadIdx.x; i < high; i += 8 * 512) {
-    uint4 v[8];
-    for (int u = 0; u < 8; u++) if (i + u * 512 < high) v[u] = from[i + u * 512];
-    for (int u = 0; u < 8; u++) if (i + u * 512 < high) to[i + u * 512] = v[u];
-  }
-}
-"""
-
-
-def copy_us(comm: GpuCommunicator, nbytes: int, blocks: int, calls: int) -> float:
-    """A plain copy of as many bytes with as many blocks, by all ranks at the same time."""
-    major, minor = torch.cuda.get_device_capability()
-    source = "typedef unsigned long long u64;\n" + COPY
-    kernel = GpuKernel(compile_cubin(nvrtc(), source, [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17"]))
-    a, b = (torch.zeros(nbytes, dtype=torch.uint8, device=comm.device) for _ in range(2))
-    params = GpuParams(limit_ns=nbytes)
-    params.input[0], params.output[0] = a.data_ptr(), b.data_ptr()
-    return median_us(
-        lambda: kernel.launch(params, blocks=blocks, threads=512, stream=torch.cuda.current_stream().cuda_stream), calls
-    )
-
-
 def time_kinds(comm: GpuCommunicator, sizes: list[int]) -> None:
-    """Every kind in every mode, beside plain copies of as many bytes."""
+    """Every kind in every mode."""
     for nbytes in sizes:
         calls = 100 if nbytes <= 1 << 20 else 8 if nbytes <= 64 << 20 else 3
-        if nbytes >= 16 << 20:
-            copies = {b: f"{copy_us(comm, nbytes, b, calls):.1f}" for b in (16, 24, comm.max_blocks)}
-            say(nbytes, "plain copy by blocks:", copies)
         for kind in KINDS[: 4 if nbytes <= 64 << 20 else 1]:
             rows = []
             modes: list[dict[str, Any]] = [{"symmetric": True}, {"protocol": "simple"}]
@@ -226,14 +195,14 @@ def time_programs(comm: GpuCommunicator, sizes: list[int]) -> None:
 
 
 def time_launches(comm: GpuCommunicator, sizes: list[int]) -> None:
-    """What a launch costs by itself: programs of no rounds, for packets alone and with signals."""
+    """What a launch costs by itself: programs of no rounds, of all three kinds of kernels."""
     for nbytes in sizes:
         row = []
-        for protocol in ("ll", "simple"):
+        for options in ({"protocol": "ll"}, {"protocol": "simple"}, {"symmetric": True}):
             program = algorithm("direct", "all_reduce", comm.size)
-            loaded = comm.load(program, dtype="float32", nbytes=nbytes, protocol=protocol)
+            loaded = comm.load(program, dtype="float32", nbytes=nbytes, **options)
             took = median_us(partial(launch_nothing, loaded), 100)
-            row.append(f"{protocol}({loaded.encoded.blocks},{loaded.encoded.threads}) {took:.2f}")
+            row.append(f"{options}({loaded.encoded.blocks},{loaded.encoded.threads}) {took:.2f}")
         say("launch", nbytes, " | ".join(row))
 
 
@@ -241,6 +210,8 @@ def launch_nothing(loaded: GpuProgram) -> None:
     params, e = type(loaded.params).from_buffer_copy(loaded.params), loaded.encoded
     if isinstance(params, GpuParams):
         params.header[2] = 0
+    elif isinstance(params, EndParams):
+        params.steps = params.ready = params.tell_ready = params.done = params.tell_done = 0
     else:
         params.rounds = 0
     stream = torch.cuda.current_stream().cuda_stream

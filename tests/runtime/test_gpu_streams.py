@@ -15,7 +15,15 @@ from stretto.algorithms import algorithm
 from stretto.algorithms.registry import defined_for
 from stretto.collectives import COLLECTIVES, AllReduce
 from stretto.programs.fused import Fused, fuse
-from stretto.runtime.gpu.compile import ELEMENTS, SOURCE, GpuLimits, GpuParams, PacketParams, kernel_options
+from stretto.runtime.gpu.compile import (
+    ELEMENTS,
+    EndParams,
+    GpuLimits,
+    GpuParams,
+    PacketParams,
+    kernel_options,
+    kernel_source,
+)
 from stretto.runtime.gpu.encode import ELEMENT_BYTES, REDUCTIONS, chunk_elements, encode
 
 MODES: tuple[dict[str, Any], ...] = ({}, {"symmetric": True}, {"protocol": "ll"})
@@ -78,6 +86,27 @@ def test_sums_of_many_sources_and_long_streams() -> None:
             gpu.check(call)
 
 
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_direct_programs_in_symmetric_memory_meet_at_their_ends_alone(ranks: int) -> None:
+    gpu, rng = EmulatedGpu(ranks), np.random.default_rng(ranks)
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+    calls = [
+        gpu.prepare(
+            fuse(algorithm("direct", kind, ranks), symmetric=True), 9 * ranks, "float32", "sum", rng, blocks=2, shift=at
+        )
+        for at, kind in enumerate(kinds)
+    ]
+    assert all(call.encoded.ends for call in calls)
+    assert not gpu.prepare(fuse(algorithm("direct", "all_reduce", ranks)), 9, "int8", "sum", rng, blocks=1).encoded.ends
+    # Between them one that counts signals: all kernels go on from the same counts.
+    calls.insert(
+        2, gpu.prepare(fuse(algorithm("direct", "all_reduce", ranks)), 9 * ranks, "int8", "sum", rng, blocks=2)
+    )
+    gpu.run(calls, seed=ranks)
+    for call in calls:
+        gpu.check(call)
+
+
 def test_ranks_get_the_same_bits_in_the_order_of_ranks() -> None:
     gpu, rng = EmulatedGpu(4), np.random.default_rng(0)
     for options in MODES:
@@ -127,8 +156,9 @@ def test_large_calls_go_in_rounds_and_small_ones_take_few_blocks() -> None:
 
 
 def test_the_host_and_the_kernel_agree_on_their_words() -> None:
-    text = SOURCE.read_text()
-    for name, params in (("Limits", GpuLimits), ("Params", GpuParams), ("PacketParams", PacketParams)):
+    text = kernel_source()
+    both = (("Limits", GpuLimits), ("Params", GpuParams), ("PacketParams", PacketParams), ("EndParams", EndParams))
+    for name, params in both:
         begin = text.index(f"struct {name} {{")
         words = re.sub("//.*", "", text[begin : text.index("};", begin)])
         assert [field[0] for field in params._fields_] == re.findall(r"(\w+)(?:\[[^]]+\])?[;,]", words)

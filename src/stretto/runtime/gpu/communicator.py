@@ -15,11 +15,15 @@ from ...errors import InvalidInput, StrettoError, unknown
 from ...programs.fused import IN, OUT, PACKET, Fused, fuse
 from ...programs.ir import Program
 from ...programs.lowered import Lowered
-from .compile import GpuKernel, GpuLimits, GpuParams, PacketParams, compiled
+from .compile import EndParams, GpuKernel, GpuLimits, GpuParams, KernelParams, PacketParams, compiled
 from .encode import (
     ELEMENT_BYTES,
+    H_DONE,
     H_PENDING,
+    H_READY,
     H_STEPS,
+    H_TELL_DONE,
+    H_TELL_READY,
     HEADER_WORDS,
     INLINE_WORDS,
     MAX_RANKS,
@@ -53,7 +57,7 @@ class GpuProgram:
     number: int
     kernel: GpuKernel
     stream: torch.Tensor
-    params: GpuParams | PacketParams
+    params: KernelParams
     program: Program | Lowered
     """Kept, since its identity is part of the key that finds this."""
 
@@ -222,19 +226,25 @@ class GpuCommunicator:
                 self._kernels[key] = GpuKernel(compiled(dtype, reduce, shapes, capability, delays=self._delays))
         return self._kernels[key]
 
-    def _params(self, encoded: EncodedProgram, words: torch.Tensor, number: int) -> GpuParams | PacketParams:
+    def _params(self, encoded: EncodedProgram, words: torch.Tensor, number: int) -> KernelParams:
         limits = GpuLimits(
             abort=self._abort.data_ptr(), host_abort=self._host.data_ptr() + 32, report=self._host.data_ptr(),
             limit_ns=int(self.limit_s * 1e9), number=number, seed=self.seed,
         )  # fmt: skip
+        all_have = {"limits": limits, "state": self._state.data_ptr(), "slot_bytes": encoded.slot_bytes}
         both = {
-            "limits": limits, "state": self._state.data_ptr(), "packets_at": self._packets_at,
-            "block_packets": self._block_packets, "slot_bytes": encoded.slot_bytes,
-            "packet_bytes": encoded.packet_bytes,
+            "packets_at": self._packets_at, "block_packets": self._block_packets, "packet_bytes": encoded.packet_bytes,
+            **all_have,
         }  # fmt: skip
         header, stream = encoded.headers[self.rank].tolist(), encoded.streams[self.rank].tolist()
-        p: GpuParams | PacketParams
-        if encoded.quiet:
+        p: KernelParams
+        if encoded.ends:
+            p = EndParams(
+                **all_have, rank=self.rank, ranks=self.size, steps=header[H_STEPS], ready=header[H_READY],
+                tell_ready=header[H_TELL_READY], done=header[H_DONE], tell_done=header[H_TELL_DONE],
+            )  # fmt: skip
+            p.stream[: len(stream)] = stream
+        elif encoded.quiet:
             p = PacketParams(
                 **both, rank=self.rank, ranks=self.size, rounds=encoded.rounds, steps=header[H_STEPS],
                 pending=header[H_PENDING],

@@ -15,7 +15,8 @@ from ...errors import InvalidInput, StrettoError, unknown
 from ...synthesis.cache import directory
 from .encode import ELEMENT_BYTES, HEADER_WORDS, INLINE_WORDS, MAX_RANKS, QUIET_RANKS, REDUCTIONS
 
-SOURCE = Path(__file__).with_name("kernel.cu")
+SOURCES = tuple(Path(__file__).with_name(f"{name}.cu") for name in ("kernel", "kernel_packets", "kernel_ends"))
+"""Compiled as one text, in this order."""
 ELEMENTS = {
     "float32": "float", "float16": "Half", "bfloat16": "Brain", "float64": "double", "int8": "signed char",
     "int16": "short", "int32": "int", "int64": "long long", "uint8": "unsigned char", "bool": "Truth",
@@ -46,7 +47,7 @@ class GpuParams(ctypes.Structure):
 
 
 class PacketParams(ctypes.Structure):
-    """The same for programs of packets alone; `PacketParams` in kernel.cu."""
+    """The same for programs of packets alone; `PacketParams` in kernel_packets.cu."""
 
     _fields_ = [
         ("limits", GpuLimits), ("state", ctypes.c_uint64), ("memory", ctypes.c_uint64 * QUIET_RANKS),
@@ -55,6 +56,27 @@ class PacketParams(ctypes.Structure):
         ("rank", ctypes.c_int32), ("ranks", ctypes.c_int32), ("rounds", ctypes.c_int32), ("steps", ctypes.c_int32),
         ("pending", ctypes.c_int32), ("unused", ctypes.c_int32), ("stream", ctypes.c_int32 * INLINE_WORDS),
     ]  # fmt: skip
+
+
+class EndParams(ctypes.Structure):
+    """The same for programs whose ranks meet at the beginning and the end alone; `EndParams` in kernel_ends.cu."""
+
+    _fields_ = [
+        ("limits", GpuLimits), ("state", ctypes.c_uint64), ("memory", ctypes.c_uint64 * QUIET_RANKS),
+        ("input", ctypes.c_uint64 * QUIET_RANKS), ("output", ctypes.c_uint64 * QUIET_RANKS),
+        ("slot_bytes", ctypes.c_uint32), ("rank", ctypes.c_int32), ("ranks", ctypes.c_int32),
+        ("steps", ctypes.c_int32), ("ready", ctypes.c_int32), ("tell_ready", ctypes.c_int32),
+        ("done", ctypes.c_int32), ("tell_done", ctypes.c_int32), ("stream", ctypes.c_int32 * INLINE_WORDS),
+    ]  # fmt: skip
+
+
+KernelParams = GpuParams | PacketParams | EndParams
+
+
+@lru_cache
+def kernel_source() -> str:
+    """The kernel's text."""
+    return "\n".join(path.read_text() for path in SOURCES)
 
 
 def kernel_options(dtype: str, reduce: str, shapes: int, *, delays: bool = False) -> list[str]:
@@ -99,7 +121,7 @@ def compiled(dtype: str, reduce: str, shapes: int, capability: tuple[int, int], 
     """
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}"]
     options += kernel_options(dtype, reduce, shapes, delays=delays)
-    source = SOURCE.read_text()
+    source = kernel_source()
     library = nvrtc()
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
@@ -195,7 +217,7 @@ class GpuKernel:
         _check(_driver().cuModuleLoadData(ctypes.byref(module), cubin))
         _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), module, b"stretto_run"))
 
-    def launch(self, params: GpuParams | PacketParams, *, blocks: int, threads: int, stream: Any) -> None:
+    def launch(self, params: KernelParams, *, blocks: int, threads: int, stream: Any) -> None:
         """Start the kernel on a CUDA stream (its handle).
 
         Args:

@@ -14,7 +14,7 @@ from ...programs.fused import IN, OUT, Fused, FusedStep, MemoryPlace
 
 HEADER_WORDS, STEP_WORDS, MAX_RANKS, STATE_WORDS = 16, 6, 32, 96
 SYNC, FINISH = 1, 2
-H_STEPS, H_PENDING = 3, 5
+H_STEPS, H_PENDING, H_READY, H_TELL_READY, H_DONE, H_TELL_DONE = 3, 5, 6, 7, 9, 10
 """Words of a header, as in the kernel."""
 VECTOR_BYTES = 16
 THREADS, LEAST_THREADS = 512, 64
@@ -24,6 +24,8 @@ BLOCK_VECTORS = 128
 """What a block moves at least, before another one is taken: vectors, or packets."""
 PIPELINE_BYTES = 128 << 10
 """What a block moves of a slice in one round where ranks forward to each other: so the first is passed on early."""
+PIPELINE_DEPTH = 3
+"""Programs with more levels of steps than this go in rounds of `PIPELINE_BYTES`."""
 ELEMENT_BYTES = {
     "float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1,
     "bool": 1,
@@ -49,6 +51,8 @@ class EncodedProgram:
     outputs: tuple[int, ...]
     quiet: bool
     """Whether ranks meet by packets alone: see `is_quiet`."""
+    ends: bool
+    """Whether ranks meet at the beginning and the end alone: see `meets_at_ends`."""
 
 
 def chunk_elements(collective: Collective, count: int, lane: int) -> NDArray[np.int64]:
@@ -148,7 +152,7 @@ def encode(
             room = min(room, memory // slots // VECTOR_BYTES * VECTOR_BYTES)
     if room <= 0:
         raise InvalidInput(f"slot_bytes: too small for the {fused.slots + fused.packets} slots of {fused.name}")
-    if fused.depth > 3:
+    if fused.depth > PIPELINE_DEPTH:
         room = min(room, PIPELINE_BYTES)
     rounds = -(-slice_bytes // room)
     places = [
@@ -168,6 +172,7 @@ def encode(
         inputs=tuple(int(places[0][r][-1]) for r in range(c.num_ranks)),
         outputs=tuple(int(places[1][r][-1]) for r in range(c.num_ranks)),
         quiet=is_quiet(fused),
+        ends=meets_at_ends(fused),
     )
 
 
@@ -183,6 +188,22 @@ def is_quiet(fused: Fused) -> bool:
         return False
     steps = [step for stream in fused.steps for step in stream]
     if any(step.waits or step.signals or len(step.items[0].sources) > QUIET_RANKS for step in steps):
+        return False
+    return stream_words(fused) <= INLINE_WORDS
+
+
+def meets_at_ends(fused: Fused) -> bool:
+    """Whether few ranks work in symmetric memory and meet at the beginning and the end alone, in one short stream.
+
+    >>> from stretto.algorithms import algorithm
+    >>> from stretto.programs.fused import fuse
+    >>> meets_at_ends(fuse(algorithm("direct", "all_reduce", 8), symmetric=True))
+    True
+    """
+    if not fused.symmetric or fused.slots or fused.packets or any(fused.starts) or fused.depth > PIPELINE_DEPTH:
+        return False
+    steps = [step for stream in fused.steps for step in stream]
+    if fused.collective.num_ranks > QUIET_RANKS or any(step.waits or step.signals for step in steps):
         return False
     return stream_words(fused) <= INLINE_WORDS
 
@@ -207,11 +228,13 @@ def kernel_shapes(fused: Fused) -> int:
     >>> from stretto.programs.fused import fuse
     >>> hex(kernel_shapes(fuse(algorithm("direct", "all_reduce", 4))))
     '0x809'
+    >>> hex(kernel_shapes(fuse(algorithm("direct", "all_reduce", 4), symmetric=True)))
+    '0x1008'
     """
     counts = {len(step.items[0].sources) for stream in fused.steps for step in stream}
     shapes = sum({1 << (min(count, 9) - 1) for count in counts})
-    quiet, short = is_quiet(fused), stream_words(fused) <= INLINE_WORDS
-    return shapes | (fused.protocol == "ll") << 9 | quiet << 10 | (short and not quiet) << 11
+    quiet, ends, short = is_quiet(fused), meets_at_ends(fused), stream_words(fused) <= INLINE_WORDS
+    return shapes | (fused.protocol == "ll") << 9 | quiet << 10 | (short and not quiet and not ends) << 11 | ends << 12
 
 
 def _mask(ranks: tuple[int, ...] | list[int]) -> int:
@@ -221,7 +244,7 @@ def _mask(ranks: tuple[int, ...] | list[int]) -> int:
 
 def _header(f: Fused, r: int, rounds: int) -> NDArray[np.int32]:
     n = f.collective.num_ranks
-    uses = bool(f.slots or f.packets) | (f.protocol == "ll") << 1 | is_quiet(f) << 2
+    uses = bool(f.slots or f.packets) | (f.protocol == "ll") << 1 | is_quiet(f) << 2 | meets_at_ends(f) << 3
     words = [
         r, n, rounds, len(f.steps[r]), uses, not f.hears_all, _mask(f.ready[r]),
         _mask([q for q in range(n) if r in f.ready[q]]), _mask(f.starts[r]), _mask(f.done[r]), _mask(f.ready[r]),

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The interpreter of fused steps (stretto.programs.fused). NVRTC compiles it for a GPU, with STRETTO_ELEMENT,
 // STRETTO_OPERATION and STRETTO_SHAPES: bit N-1 for steps of N sources (bit 8: more than eight), bit 9 for packets, bit 10
-// for programs of packets alone (`interpret_packets`), bit 11 where the stream comes with the launch. What a program does
-// not need is left out: small code, and no registers that spill, are what makes small calls fast.
-// g++ compiles the same text for tests (native/gpu_streams.cpp), where every thread is a fiber.
+// for programs of packets alone (`interpret_packets`), bit 11 where the stream comes with the launch, bit 12 for programs
+// whose ranks meet at the beginning and the end alone (`interpret_ends`). What a program does not need is left out: small
+// code, and no registers that spill, are what makes small calls fast.
+// kernel_packets.cu and kernel_ends.cu stand behind this text. g++ compiles the same for tests
+// (native/gpu_streams.cpp), where every thread is a fiber.
 // Block b of a rank runs its rank's whole stream on slice b of every chunk and only meets block b of other ranks.
 #ifndef STRETTO_CPU
 typedef unsigned int u32;
@@ -61,13 +63,14 @@ DEV u32 leading_zeros(u32 v) { return __clz((int)v); }
 #define BLOCK blockIdx.x
 #define BLOCKS gridDim.x
 #define MEET() __syncthreads()
+#define MEET_ANY(x) __syncthreads_or(x)  // whether it is so for any thread
 #define WARP_BITS 5
 #define PAUSE()
 #endif
 
 enum { IN, OUT, SLOT, PACKET, SPACES };
 enum { SUM, PROD, MIN, MAX, AVG };
-enum { MAX_RANKS = 32, STATE_WORDS = 96, STREAM_WORDS = 3072, STEP_WORDS = 6, PACKETS = 1 << 9, QUIET = 1 << 10, INLINED = 1 << 11 };
+enum { MAX_RANKS = 32, STATE_WORDS = 96, STREAM_WORDS = 3072, STEP_WORDS = 6, PACKETS = 1 << 9, QUIET = 1 << 10, INLINED = 1 << 11, ENDS = 1 << 12 };
 enum { EVERYTHING = STRETTO_SHAPES == 0x7ff, PLAIN = !(STRETTO_SHAPES & PACKETS) || EVERYTHING, QUIET_RANKS = 8, INLINE_WORDS = 192 };
 enum { H_RANK, H_RANKS, H_ROUNDS, H_STEPS, H_USES_SLOTS, H_PENDING, H_READY, H_TELL_READY, H_STARTS, H_DONE, H_TELL_DONE };
 enum { S_SHAPE, S_ITEMS, S_AT, S_SIGNALS, S_WAITS, S_WAITS_AT };
@@ -97,18 +100,6 @@ struct Params {
   int header[16];
   int heard[MAX_RANKS];                  // how many signals of each rank a round brings
   int inlined[STRETTO_SHAPES & INLINED ? INLINE_WORDS : 1];  // the stream, where it is short
-};
-
-// The same for `interpret_packets`: little, since what comes with a launch takes time as well.
-struct PacketParams {
-  Limits limits;
-  u32* state;
-  u64 memory[QUIET_RANKS];
-  u64 input, output;
-  u64 packets_at, block_packets;
-  u32 slot_bytes, packet_bytes;
-  int rank, ranks, rounds, steps, pending, unused;
-  int stream[INLINE_WORDS];
 };
 
 struct Shared {
@@ -227,7 +218,7 @@ struct Item {
   const int* at;     // operands as (code, offset)
   u32 low, count;    // the elements of the chunk that this block moves in this round
 };
-template <class E> DEV Item item_of(const Params& P, const int* words, int round) {
+template <class E, class P_> DEV Item item_of(const P_& P, const int* words, int round) {
   const u32 elements = words[0], per = words[1], room = P.slot_bytes / sizeof(E);
   u64 low = (u64)per * BLOCK, high = low + per;
   if (high > elements) high = elements;
@@ -245,8 +236,8 @@ template <class E> DEV char* address(const Params& P, const Shared& sh, const It
 }
 
 // U vectors of each of N sources are loaded before any is added; MASKED: those that there are.
-template <class E, int OP, int N, int U, bool MASKED>
-DEV void vectors(const Params& P, const Shared& sh, const Item& item, char* const* from, int targets, u32 first, u32 stride, u32 count, int n) {
+template <class E, int OP, int N, int U, bool MASKED, class P_, class S_>
+DEV void vectors(const P_& P, const S_& sh, const Item& item, char* const* from, int targets, u32 first, u32 stride, u32 count, int n) {
   Pack<E, 16> v[U][N];
   UNROLL for (int u = 0; u < U; u++) UNROLL for (int s = 0; s < N; s++)
     if (!MASKED || first + u * stride < count) *(uint4*)v[u][s].w = ld_vector((const uint4*)from[s] + first + u * stride);
@@ -265,8 +256,8 @@ DEV void vectors(const Params& P, const Shared& sh, const Item& item, char* cons
   }
 }
 // Any number of sources: one vector at a time.
-template <class E, int OP>
-CALLED void long_item(const Params& P, const Shared& sh, Item item, int sources, int targets, u32 thread, u32 threads, u32 count, int n) {
+template <class E, int OP, class P_, class S_>
+CALLED void long_item(const P_& P, const S_& sh, Item item, int sources, int targets, u32 thread, u32 threads, u32 count, int n) {
   ROLLED for (u32 i = thread; i < count; i += threads) {
   typename Element<E>::W sum[Pack<E, 16>::COUNT];
   Pack<E, 16> v;
@@ -280,8 +271,8 @@ CALLED void long_item(const Params& P, const Shared& sh, Item item, int sources,
   }
 }
 // Any alignment: element by element.
-template <class E, int OP>
-CALLED void scalars(const Params& P, const Shared& sh, Item item, int sources, int targets, u32 low, u32 thread, u32 threads, int n) {
+template <class E, int OP, class P_, class S_>
+CALLED void scalars(const P_& P, const S_& sh, Item item, int sources, int targets, u32 low, u32 thread, u32 threads, int n) {
   ROLLED for (u32 i = low + thread; i < item.count; i += threads) {
     E value = ((const E*)address<E>(P, sh, item, 0))[i];
     if (sources > 1) {
@@ -293,13 +284,13 @@ CALLED void scalars(const Params& P, const Shared& sh, Item item, int sources, i
   }
 }
 // How many whole vectors an item has, where all its operands are aligned.
-template <class E> DEV u32 whole_vectors(const Params& P, const Shared& sh, const Item& item, int operands) {
+template <class E, class P_, class S_> DEV u32 whole_vectors(const P_& P, const S_& sh, const Item& item, int operands) {
   u64 bits = 0;
   ROLLED for (int o = 0; o < operands; o++) bits |= (u64)address<E>(P, sh, item, o);
   return bits & 15 ? 0 : item.count / (16 / sizeof(E));
 }
-template <class E, int OP, int N>
-DEV void plain_item(const Params& P, const Shared& sh, const Item& item, int targets, u32 thread, u32 threads, u32 count, int n) {
+template <class E, int OP, int N, class P_, class S_>
+DEV void plain_item(const P_& P, const S_& sh, const Item& item, int targets, u32 thread, u32 threads, u32 count, int n) {
   enum { U = N == 1 ? 8 : 16 / N };
   char* from[N];
   UNROLL for (int s = 0; s < N; s++) from[s] = address<E>(P, sh, item, s);
@@ -307,9 +298,25 @@ DEV void plain_item(const Params& P, const Shared& sh, const Item& item, int tar
   ROLLED for (; i + (U - 1) * threads < count; i += U * threads) vectors<E, OP, N, U, false>(P, sh, item, from, targets, i, threads, count, n);
   if (i < count) vectors<E, OP, N, U, true>(P, sh, item, from, targets, i, threads, count, n);
 }
-template <class E, int OP, int N>
-DEV void plain_if(const Params& P, const Shared& sh, const Item& item, int sources, int targets, u32 thread, u32 threads, u32 count, int n) {
+template <class E, int OP, int N, class P_, class S_>
+DEV void plain_if(const P_& P, const S_& sh, const Item& item, int sources, int targets, u32 thread, u32 threads, u32 count, int n) {
   if (PLAIN && (STRETTO_SHAPES >> (N - 1) & 1) && sources == N) plain_item<E, OP, N>(P, sh, item, targets, thread, threads, count, n);
+}
+
+template <class E, int OP, class P_, class S_>
+DEV void plain_work(const P_& P, const S_& sh, const Item& item, int sources, int targets, u32 thread, u32 threads, int n) {
+  if (!item.count) return;
+  const u32 count = whole_vectors<E>(P, sh, item, sources + targets), rest = count * (16 / sizeof(E));
+  plain_if<E, OP, 1>(P, sh, item, sources, targets, thread, threads, count, n);
+  plain_if<E, OP, 2>(P, sh, item, sources, targets, thread, threads, count, n);
+  plain_if<E, OP, 3>(P, sh, item, sources, targets, thread, threads, count, n);
+  plain_if<E, OP, 4>(P, sh, item, sources, targets, thread, threads, count, n);
+  plain_if<E, OP, 5>(P, sh, item, sources, targets, thread, threads, count, n);
+  plain_if<E, OP, 6>(P, sh, item, sources, targets, thread, threads, count, n);
+  plain_if<E, OP, 7>(P, sh, item, sources, targets, thread, threads, count, n);
+  plain_if<E, OP, 8>(P, sh, item, sources, targets, thread, threads, count, n);
+  if (PLAIN && (STRETTO_SHAPES >> 8 & 1) && sources > 8) long_item<E, OP>(P, sh, item, sources, targets, thread, threads, count, n);
+  if (PLAIN && rest < item.count) scalars<E, OP>(P, sh, item, sources, targets, rest, thread, threads, n);
 }
 
 // ---- packets: 8 bytes of data and the epoch twice, in one 16-byte store ----
@@ -416,18 +423,7 @@ DEV void run_step(const Params& P, Shared& sh, const int* stream, const int* ste
       packet_if<E, OP, 8>(P, sh, item, sources, targets, thread, threads, epoch, n, number);
       continue;
     }
-    if (!item.count) continue;
-    const u32 count = whole_vectors<E>(P, sh, item, sources + targets), rest = count * (16 / sizeof(E));
-    plain_if<E, OP, 1>(P, sh, item, sources, targets, thread, threads, count, n);
-    plain_if<E, OP, 2>(P, sh, item, sources, targets, thread, threads, count, n);
-    plain_if<E, OP, 3>(P, sh, item, sources, targets, thread, threads, count, n);
-    plain_if<E, OP, 4>(P, sh, item, sources, targets, thread, threads, count, n);
-    plain_if<E, OP, 5>(P, sh, item, sources, targets, thread, threads, count, n);
-    plain_if<E, OP, 6>(P, sh, item, sources, targets, thread, threads, count, n);
-    plain_if<E, OP, 7>(P, sh, item, sources, targets, thread, threads, count, n);
-    plain_if<E, OP, 8>(P, sh, item, sources, targets, thread, threads, count, n);
-    if (PLAIN && (STRETTO_SHAPES >> 8 & 1) && sources > 8) long_item<E, OP>(P, sh, item, sources, targets, thread, threads, count, n);
-    if (PLAIN && rest < item.count) scalars<E, OP>(P, sh, item, sources, targets, rest, thread, threads, n);
+    plain_work<E, OP>(P, sh, item, sources, targets, thread, threads, n);
   }
 }
 
@@ -515,154 +511,9 @@ template <class E, int OP> DEV void interpret(const Params& P, Shared& sh) {
   if (THREAD == 0 && uses) state[2 * MAX_RANKS] = began + rounds, state[2 * MAX_RANKS + 1] = pending;
 }
 
-// ---- programs of packets alone: no signals, the stream comes with the launch, and threads rarely meet ----
-template <class E> DEV char* packet_address(const PacketParams& P, u64 area, const int* operand, u32 low) {
-  const u32 code = operand[0], offset = operand[1], space = code >> 5;
-  if (space == PACKET) return (char*)(P.memory[code & (QUIET_RANKS - 1)] + area + (u64)offset * P.packet_bytes);
-  return (char*)((space == IN ? P.input : P.output) + ((u64)offset + low) * sizeof(E));
-}
-CALLED uint4 poll_packet(const Limits& L, const uint4* from, u32 epoch, u32 slot, int step) {
-  uint4 q = ld_packet(from);
-  u64 since = 0;
-  ROLLED for (u32 polls = 1; q.y != epoch || q.w != epoch; polls++) {
-    PAUSE();
-    if ((polls & 63u) == 0 && given_up(L, polls, since)) {
-      report(L, MAX_RANKS + slot, step);
-      break;
-    }
-    q = ld_packet(from);
-  }
-  return q;
-}
-template <class E> CALLED Pack<E, 8> load_some(const char* from, long long left) { return load8<E>(from, left); }
-template <class E> CALLED void store_some(char* to, Pack<E, 8> v, long long left) { store8<E>(to, v, left); }
-// Whole, aligned 8 bytes are the usual case, and stand in line.
-template <class E> DEV uint4 load_data(const char* from, long long left) {
-  uint4 q = {0, 0, 0, 0};
-  if (left >= 8 && ((u64)from & 7) == 0) {
-    const uint2 d = *(const uint2*)from;
-    q.x = d.x, q.z = d.y;
-  } else {
-    const Pack<E, 8> v = load_some<E>(from, left);
-    q.x = v.w[0], q.z = v.w[1];
-  }
-  return q;
-}
-template <class E, int OP, int N>
-DEV void quiet_item(const PacketParams& P, const int* at, u32 low, u32 elements, int targets, u32 thread, u32 threads, u64 area, u32 epoch, int n, int step) {
-  const long long bytes = (long long)elements * sizeof(E);
-  const u32 count = bytes ? (u32)((bytes + 7) / 8) : 1;  // An empty slice is one packet too: whoever reads it has heard of us.
-  ROLLED for (u32 i = thread; i < count; i += threads) {
-    const long long left = bytes - 8ll * i;
-    uint4 q[N];
-    UNROLL for (int k = 0; k < N; k++) {
-      const char* from = packet_address<E>(P, area, at + 2 * k, low);
-      if ((at[2 * k] >> 5) == PACKET) q[k] = ld_packet((const uint4*)from + i);
-      else q[k] = load_data<E>(from + 8ll * i, left), q[k].y = q[k].w = epoch;
-    }
-    typename Element<E>::W sum[Pack<E, 8>::COUNT];
-    Pack<E, 8> v;
-    UNROLL for (int k = 0; k < N; k++) {
-      if (q[k].y != epoch || q[k].w != epoch)
-        q[k] = poll_packet(P.limits, (const uint4*)packet_address<E>(P, area, at + 2 * k, low) + i, epoch, at[2 * k + 1], step);
-      v.w[0] = q[k].x, v.w[1] = q[k].z;
-      if (N == 1) continue;
-      if (k) add_to<E, OP, 8>(sum, v);
-      else begin_sum<E, OP, 8>(sum, v);
-    }
-    if (N != 1) v = end_sum<E, OP, 8>(sum, n);
-    const uint4 packet = {v.w[0], epoch, v.w[1], epoch};
-    ROLLED for (int t = 0; t < targets; t++) {
-      const int* operand = at + 2 * (N + t);
-      char* to = packet_address<E>(P, area, operand, low);
-      if ((operand[0] >> 5) == PACKET) {
-        st_packet((uint4*)to + i, packet);
-      } else if (left >= 8 && ((u64)(to + 8ll * i) & 7) == 0) {
-        const uint2 d = {v.w[0], v.w[1]};
-        *(uint2*)(to + 8ll * i) = d;
-      } else {
-        store_some<E>(to + 8ll * i, v, left);
-      }
-    }
-  }
-}
-template <class E, int OP, int N>
-DEV void quiet_if(const PacketParams& P, const int* at, u32 low, u32 elements, int sources, int targets, u32 thread, u32 threads, u64 area, u32 epoch, int n, int step) {
-  if ((STRETTO_SHAPES & QUIET) && (STRETTO_SHAPES >> (N - 1) & 1) && sources == N)
-    quiet_item<E, OP, N>(P, at, low, elements, targets, thread, threads, area, epoch, n, step);
-}
-template <class E, int OP> DEV void quiet_step(const PacketParams& P, const int* step, int number, int round, u64 area, u32 epoch) {
-  const int shape = step[S_SHAPE], sources = shape & 255, targets = shape >> 8 & 255, items = step[S_ITEMS];
-  const int stride = 2 + 2 * (sources + targets), n = shape >> 16 & FINISH ? P.ranks : 0;
-  const int* words = P.stream + step[S_AT];
-  const u32 room = P.slot_bytes / sizeof(E);
-  // THREADS is a power of two, and so are the threads of an item: whole warps.
-  u32 bits = 31 - leading_zeros(THREADS);
-  const u32 each = words[1] * (u32)sizeof(E) / 8 + 1;
-  ROLLED for (u32 other = 1; bits > WARP_BITS && (1u << (bits - 1)) >= each && other < (u32)items; other *= 2) bits--;
-  ROLLED for (u32 i = THREAD >> bits; i < (u32)items; i += THREADS >> bits) {
-    const int* at = words + i * stride;
-    const u32 elements = at[0], per = at[1];
-    u32 low = per * BLOCK, high = low + per;
-    if (high > elements) high = elements;
-    low += room * round;
-    u32 left = high > low ? high - low : 0;
-    if (left > room) left = room;
-    const u32 thread = THREAD & ((1u << bits) - 1), threads = 1u << bits;
-    quiet_if<E, OP, 1>(P, at + 2, low, left, sources, targets, thread, threads, area, epoch, n, number);
-    quiet_if<E, OP, 2>(P, at + 2, low, left, sources, targets, thread, threads, area, epoch, n, number);
-    quiet_if<E, OP, 3>(P, at + 2, low, left, sources, targets, thread, threads, area, epoch, n, number);
-    quiet_if<E, OP, 4>(P, at + 2, low, left, sources, targets, thread, threads, area, epoch, n, number);
-    quiet_if<E, OP, 5>(P, at + 2, low, left, sources, targets, thread, threads, area, epoch, n, number);
-    quiet_if<E, OP, 6>(P, at + 2, low, left, sources, targets, thread, threads, area, epoch, n, number);
-    quiet_if<E, OP, 7>(P, at + 2, low, left, sources, targets, thread, threads, area, epoch, n, number);
-    quiet_if<E, OP, 8>(P, at + 2, low, left, sources, targets, thread, threads, area, epoch, n, number);
-  }
-}
-// A program before this one may have left slots that others still read: all that was sent so far must have come.
-CALLED void wait_pending(const PacketParams& P) {
-  const u32* state = P.state + BLOCK * STATE_WORDS;
-  ROLLED for (int q = (int)THREAD; q < P.ranks; q += (int)THREADS) {
-    if (q == P.rank) continue;
-    const u32* mine = (const u32*)P.memory[P.rank] + BLOCK * MAX_RANKS + q;
-    u64 since = 0;
-    ROLLED for (u32 polls = 1; (int)(ld_acquire(mine) - state[q]) < 0; polls++) {
-      PAUSE();
-      if ((polls & 63u) == 0 && given_up(P.limits, polls, since)) return report(P.limits, q, (u32)-2);
-    }
-  }
-}
-template <class E, int OP> DEV void interpret_packets(const PacketParams& P) {
-  u32* state = P.state + BLOCK * STATE_WORDS + 2 * MAX_RANKS;
-  const u32 began = state[0], pending = state[1];
-  ROLLED for (int round = 0; round < P.rounds; round++) {
-    const u32 epoch = began + round + 1;
-    const u64 area = P.packets_at + BLOCK * P.block_packets + (epoch & 1) * (P.block_packets / 2);
-    if (round ? P.pending : pending) {
-      wait_pending(P);
-      MEET();
-    }
-    ROLLED for (int s = 0; s < P.steps; s++) {
-      const int* step = P.stream + s * STEP_WORDS;
-      random_delay(P.limits, P.rank, s, epoch);
-      if (step[S_SHAPE] >> 16 & SYNC) MEET();
-      quiet_step<E, OP>(P, step, s, round, area, epoch);
-    }
-    if (round + 1 < P.rounds) MEET();
-  }
-  MEET();  // All threads have read what is written now.
-  if (THREAD == 0 && !ld_volatile(P.limits.abort)) state[0] = began + P.rounds, state[1] = P.pending;
-}
-
-#ifndef STRETTO_CPU
-#if STRETTO_SHAPES & 1024
-extern "C" __global__ void __launch_bounds__(512, 1) stretto_run(const __grid_constant__ PacketParams P) {
-  interpret_packets<STRETTO_ELEMENT, STRETTO_OPERATION>(P);
-}
-#else
+#if !defined(STRETTO_CPU) && !(STRETTO_SHAPES & 0x1400)
 extern "C" __global__ void __launch_bounds__(512, 1) stretto_run(const __grid_constant__ Params P) {
   __shared__ Shared sh;
   interpret<STRETTO_ELEMENT, STRETTO_OPERATION>(P, sh);
 }
-#endif
 #endif
