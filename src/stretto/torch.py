@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from .runtime.torch_backend.fsdp_gathers import early_gathers as early_gathers
     from .runtime.torch_backend.inductor import InductorCosts as InductorCosts
     from .runtime.torch_backend.inductor import inductor_costs as inductor_costs
+    from .runtime.torch_backend.symmetric_models import symmetric_buffers as symmetric_buffers
     from .strategy.distribute import distribute as distribute
     from .strategy.distribute import model_spec as model_spec
     from .strategy.distribute import serve as serve
@@ -124,6 +125,7 @@ _HOMES = {
     "pipeline": (".pipeline.torch_runtime", "pipeline"),
     "probe": (".runtime.probe.probe", "probe"),
     "reshard": (".resharding.tensors.reshard", "reshard"),
+    "symmetric_buffers": (".runtime.torch_backend.symmetric_models", "symmetric_buffers"),
     "run_weights": (".resharding.tensors.weight_run", "run_weights"),
 }
 """Where the names are that are loaded when they are first used: most jobs use one or two of them. Those of the enforcer

@@ -146,6 +146,11 @@ class StrettoGroup(Base):  # type: ignore[misc]
         self.gpu = gpu_engine(self, self.engine, self.cards, store, self._lost_ranks, options)
         if not devices:
             CURRENT_JOB.job = job
+        if options.enabled and torch.cuda.is_available():
+            # It needs this module, and loads CUDA's parts of PyTorch.
+            from .symmetric_models import install_reducer
+
+            install_reducer()
 
     def _wrap(self, store: Any, rank: int, size: int, timeout: timedelta, meeting: Meeting) -> None:
         """Make the backends that run what the executor does not."""

@@ -15,6 +15,8 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from ...errors import InvalidInput, PeerLost, StrettoError
+from ...programs.fused import IN, OUT
+from ...units import format_bytes
 from ..executor.executor import ProgramMismatch
 from .buffers import CollectiveCall
 from .call_board import CallBoard
@@ -28,10 +30,11 @@ from .gpu_selection import GpuSelector, in_one_trip
 from .gpu_work import GpuFlight, GpuWork
 from .launch_queue import Launch, capture_number, on_stream
 from .lost_ranks import LostRanks
-from .meeting import Card
+from .meeting import Card, Meeting
 from .own_backend import OWN_BACKEND
 from .own_backend import WHY as OWN_WHY
 from .recording import LEDGER, Choice, current
+from .symmetric_pool import SymmetricPool
 from .work import Tensors
 
 if TYPE_CHECKING:
@@ -47,6 +50,8 @@ Ready = tuple[Any, Choice, str]
 
 class GpuEngine:
     """One communicator's programs on GPU memory; ranks join at their first call, or agree to leave all to NCCL."""
+
+    takes_pools = True
 
     def __init__(
         self, group: Any, engine: Engine, cards: Sequence[Card], store: Any, lost_ranks: LostRanks, options: GpuOptions
@@ -68,13 +73,17 @@ class GpuEngine:
         self._ready: dict[tuple[Any, ...], Ready] = {}
         self._symmetric: list[torch.Tensor] = []
         """Memory that all ranks have made together, in the same order."""
+        self._pools: list[SymmetricPool] = []
+        """The same, where PyTorch takes pieces of it."""
+        self._meeting: Meeting | None = None
         self._last: Launch | None = None
         self._lock = threading.Lock()
 
     @property
     def held_bytes(self) -> int:
         """GPU memory that this group holds for programs."""
-        return 0 if self.site is None else int(self.site.communicator.held_bytes)
+        made = sum(one.nbytes for one in (*self._symmetric, *(pool.memory for pool in self._pools)))
+        return 0 if self.site is None else int(self.site.communicator.held_bytes) + made
 
     def refusal(self, call: CollectiveCall) -> str:
         """Why a call goes to NCCL; empty where it runs on GPU memory. The same on all ranks."""
@@ -211,6 +220,47 @@ class GpuEngine:
         self._symmetric.append(tensor)
         return tensor
 
+    def make_pool(self, nbytes: int, device: torch.device) -> SymmetricPool | str:
+        """Memory of which PyTorch takes pieces for tensors; all ranks of the group make it together.
+
+        Args:
+            nbytes: How much, on this rank; the most that a rank asks for is made.
+            device: This rank's GPU.
+
+        Returns:
+            The pool, or why there is none: the same on all ranks.
+
+        Raises:
+            PeerLost: A rank does not come.
+        """
+        if not (self._options.enabled and self.takes_pools):
+            return "STRETTO_GPU is off" if self.takes_pools else "a group over several hosts"
+        why = self._refusal_of(device)
+        if why or self.site is None:
+            return why
+        self.check()
+        room = self._options.max_bytes - self.site.watch.held_bytes()
+        asked = [text.split() for text in self._exchange(f"{nbytes} {room}".encode())]
+        most, least = max(int(one[0]) for one in asked), min(int(one[1]) for one in asked)
+        if most > least:
+            return f"{format_bytes(most)} more are over STRETTO_GPU_MEMORY"
+        self.site.watch.rendezvous += 1
+        pool = SymmetricPool(self.site.communicator.empty(most, torch.uint8))
+        self._pools.append(pool)
+        return pool
+
+    def agree_pool(self, pool: SymmetricPool) -> None:
+        """All ranks compare what PyTorch has taken of a pool: it is used where it lies only if they have the same."""
+        layouts = self._exchange(pool.layout)
+        pool.agreed = len(set(layouts)) == 1
+
+    def _exchange(self, mine: bytes) -> list[bytes]:
+        if self._meeting is None:
+            store: Any = c10d.PrefixStore("pools", self._store)
+            self._meeting = Meeting(store, self.engine.rank, self.engine.size)
+            self._meeting.cards = self.cards
+        return self._meeting.exchange(mine)
+
     def join(self, device: torch.device) -> str:
         """Why no program runs on the memory of this group's GPUs; empty where one does. All ranks ask together."""
         return self._refusal_of(device) if self._options.enabled else "STRETTO_GPU is off"
@@ -322,18 +372,13 @@ class GpuEngine:
 
     def _prepared(self, call: CollectiveCall, buffers: GpuBuffers) -> Ready:
         dtype = str(buffers.source.dtype).removeprefix("torch.")
-        places = self._places(buffers)
-        key = (call.op, buffers.nbytes, dtype, call.root, buffers.reduce, places)
+        source, target = self._places(buffers)
+        key = (call.op, buffers.nbytes, dtype, call.root, buffers.reduce, source, target)
         found = self._ready.get(key)
         if found is not None:
             return found
-        site = self.site
-        assert site is not None
         pick = self._selector.pick(call.op, buffers.nbytes, call.root)
-        loaded = site.communicator.load(
-            pick.program, dtype=buffers.source.dtype, reduce=buffers.reduce or "sum", nbytes=buffers.nbytes,
-            symmetric=bool(places),
-        )  # fmt: skip
+        loaded, places = self._loaded(pick.program, buffers, source, target)
         choice = call.choice(self.engine.name, backend="gpu", why=pick.why, nbytes=buffers.nbytes, pick=pick)
         how = f" {buffers.reduce} {dtype}" if buffers.reduce else ""
         root = f" root {call.root}" if call.op in ("broadcast", "reduce") else ""
@@ -343,21 +388,41 @@ class GpuEngine:
         self._ready[key] = found = (loaded, choice, text)
         return found
 
-    def _places(self, buffers: GpuBuffers) -> str:
+    def _loaded(self, program: Program, buffers: GpuBuffers, source: str, target: str) -> tuple[GpuProgram, str]:
+        """A program made ready, and in words where it works: in place if what other ranks touch is symmetric memory."""
+        site = self.site
+        assert site is not None
+        asked: dict[str, Any] = {
+            "dtype": buffers.source.dtype, "reduce": buffers.reduce or "sum", "nbytes": buffers.nbytes,
+        }  # fmt: skip
+        if source or target:
+            loaded: GpuProgram = site.communicator.load(program, **asked, symmetric=True)
+            # An input that nobody else reads may lie anywhere, and elsewhere on other ranks.
+            read, written = loaded.fused.touched(IN), loaded.fused.touched(OUT)
+            if (source or not read) and (target or not written):
+                where = [place if touched else "anywhere" for place, touched in ((source, read), (target, written))]
+                return loaded, f", in memory {where[0]} to {where[1]}"
+        return site.communicator.load(program, **asked), ""
+
+    def _places(self, buffers: GpuBuffers) -> tuple[str, str]:
         """Where in symmetric memory a call reads and writes; empty where it does not, or is too small to gain."""
-        if not self._symmetric or in_one_trip(buffers.nbytes, self.engine.size):
-            return ""
-        found = [place_in(self._symmetric, tensor) for tensor in (buffers.source, buffers.target)]
-        return f", in memory {found[0]} to {found[1]}" if all(found) else ""
+        pools = [pool.memory for pool in self._pools if pool.agreed]
+        if not (self._symmetric or pools) or in_one_trip(buffers.nbytes, self.engine.size):
+            return "", ""
+        source, target = (
+            place_in(self._symmetric, tensor) or place_in(pools, tensor, "pool ")
+            for tensor in (buffers.source, buffers.target)
+        )
+        return source, target
 
 
-def place_in(allocations: Sequence[torch.Tensor], tensor: torch.Tensor) -> str:
+def place_in(allocations: Sequence[torch.Tensor], tensor: torch.Tensor, kind: str = "") -> str:
     """Which allocation holds a tensor, and at which byte; empty where none does."""
     begin = tensor.data_ptr()
     for number, whole in enumerate(allocations):
         at = begin - whole.data_ptr()
         if at >= 0 and at + tensor.nbytes <= whole.nbytes:
-            return f"{number}+{at}"
+            return f"{kind}{number}+{at}"
     return ""
 
 

@@ -52,6 +52,8 @@ class MarkedLaunch(Launch):
 class HostsGpuEngine(GpuEngine):
     """One communicator's programs on the GPUs of several hosts."""
 
+    takes_pools = False
+
     def refusal(self, call: CollectiveCall) -> str:
         """Why a call goes to NCCL; empty where it runs as a program. The same on all ranks."""
         # It has not passed on GPUs so far (docs/gpu.md): only who asks for it by name gets it.
