@@ -21,10 +21,12 @@ class GpuTimes:
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self._stream: Any = cuda.current_stream(self.device)
+        self.stream: Any = cuda.current_stream(self.device)
         """The application's own: others that it uses wait for this one."""
         self._side: Any = cuda.Stream(self.device, priority=-1)
         self._pending: list[tuple[Any, Any, tuple[str, ...]]] = []
+        self.records = False
+        """Whether an event is being recorded that is not the application's."""
         self._anchor = cuda.Event(enable_timing=True)
         self._anchor.record(self._side)
         self._anchor.synchronize()
@@ -32,14 +34,17 @@ class GpuTimes:
 
     def here(self) -> Any:
         """The moment at which the application's stream comes to this place."""
-        event = cuda.Event(enable_timing=True)
-        event.record(self._stream)
-        return event
+        return self._moment(self.stream)
 
     def now_here(self) -> Any:
         """The moment at which the stream that is current comes to this place."""
+        return self._moment(cuda.current_stream(self.device))
+
+    def _moment(self, stream: Any) -> Any:
         event = cuda.Event(enable_timing=True)
-        event.record(cuda.current_stream(self.device))
+        self.records = True
+        event.record(stream)
+        self.records = False
         return event
 
     def end_of(self, work: Any) -> Any:
@@ -49,11 +54,9 @@ class GpuTimes:
         `RuntimeError` where there is none.
         """
         future = work.get_future()
-        event = cuda.Event(enable_timing=True)
         with cuda.stream(self._side):
             future.wait()
-            event.record(self._side)
-        return event
+            return self._moment(self._side)
 
     def put(self, event: Any, into: Any, *names: str) -> None:
         """Write a moment to attributes of an object, later.

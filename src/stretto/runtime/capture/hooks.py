@@ -35,6 +35,7 @@ from ..torch_backend.patches import (
     set_switch_interval,
 )
 from ..torch_backend.watch import WATCH, SubmittedCall
+from .gpu_streams import StreamTrails
 from .gpu_times import GpuTimes
 from .tape import FIRST_PHASE, CallShape, RecordedCall, RecordedIteration, ThreadStep, TimedStep
 
@@ -147,6 +148,11 @@ class Hooks:
         """Whether calls of other groups than ours are not looked at."""
         self.gpu = GpuTimes() if gpu else None
         """Where calls are on GPU tensors: times are those of the GPU."""
+        self.trails = StreamTrails(self.gpu, self._stream_waits) if self.gpu is not None else None
+        self._submitted_at: tuple[int, Any] = (0, None)
+        """Where, and when, the last call was submitted."""
+        self._behind = -1
+        """The last call of this iteration that a stream which is not the application's waits for at once."""
         self.thread = threading.get_ident()
         self.active = False
         self.refusal = ""
@@ -181,6 +187,8 @@ class Hooks:
             apply(FUTURE_THEN, self._watched_then),
             set_switch_interval(1e-4),
         ]
+        if self.trails is not None:
+            self._undo += self.trails.install()
         self.active = True
 
     def remove(self) -> None:
@@ -197,6 +205,8 @@ class Hooks:
         ended.end_us = now_us()
         if self.gpu is not None:
             self.gpu.put(self.gpu.here(), ended, "end_us")
+        # Calls on other streams stand where the application's stream lets them begin.
+        ended.marks.sort(key=lambda mark: mark.place)
         for call in self._by_future:
             # Somebody took the future and we never saw a wait for it: it may be waited for at once.
             self._wait_at_submit(ended, call)
@@ -206,6 +216,7 @@ class Hooks:
         self.phase = FIRST_PHASE
         self.iteration = self._begun()
         self._submits = {}
+        self._behind = -1
         return ended
 
     def _begun(self) -> RecordedIteration:
@@ -219,6 +230,11 @@ class Hooks:
         if self.gpu is not None:
             event = event if event is not None else self.gpu.here()
             self.gpu.put(event, mark, *(("enter_us",) if mark.ends_with is not None else ("enter_us", "leave_us")))
+        self._append(mark)
+
+    def _append(self, mark: TimedStep) -> None:
+        if not mark.place:
+            mark.place = self.trails.next_place() if self.trails is not None else len(self.iteration.marks) + 1
         self.iteration.marks.append(mark)
 
     def enter(self, phase: str) -> None:
@@ -249,7 +265,7 @@ class Hooks:
                 # The application is still inside the call that submitted.
                 entered_us = marks[-1].leave_us
             step = ThreadStep(what="wait", call=call.number, lag=self.number - call.iteration)
-            marks.append(TimedStep(step=step, enter_us=entered_us, leave_us=left_us))
+            self._append(TimedStep(step=step, enter_us=entered_us, leave_us=left_us))
 
     def waited_on_gpu(self, call: RecordedCall, gpu: GpuTimes, reached: Any) -> None:
         """Note that the application's stream waits for an op from the moment that was `reached`.
@@ -261,15 +277,28 @@ class Hooks:
         """
         if call.waited:
             return
-        call.waited = True
-        if call.blocking or not call.exact:
-            # The collective may have run in the application's own stream: then it has ended where this stream is now.
+        side = self.trails.side() if self.trails is not None else None
+        if (call.blocking or not call.exact) and not call.on_side:
+            # The collective may have run in the stream that submitted it: then it has ended where that stream is now.
             gpu.put(gpu.now_here(), call, "end_us")
+        if side is not None and self.trails is not None:
+            call.on_side = True
+            self.trails.waited(side, call)
+            return
+        call.waited = True
         if call.blocking:
             reached = self._submits.get(call.number, reached)
         if self.active:
             step = ThreadStep(what="wait", call=call.number, lag=self.number - call.iteration)
             self._mark(TimedStep(step=step, enter_us=0.0, leave_us=float("nan"), ends_with=call), reached)
+
+    def _stream_waits(self, call: RecordedCall) -> None:
+        """Note that the application's stream waits for a call by an event of another stream."""
+        if not call.waited and self.gpu is not None:
+            call.waited = True
+            if self.active:
+                step = ThreadStep(what="wait", call=call.number, lag=self.number - call.iteration)
+                self._mark(TimedStep(step=step, enter_us=0.0, leave_us=float("nan"), ends_with=call))
 
     def future_taken(self, call: RecordedCall, future: Any) -> None:
         """Note that somebody will wait for the op by its future: DDP, in a callback after the backward pass."""
@@ -298,8 +327,10 @@ class Hooks:
         if call.waited or call.iteration != self.number:
             return
         call.waited = True
-        submit = ThreadStep(what="submit", call=call.number)
-        at = next(i for i, mark in enumerate(iteration.marks) if mark.step == submit)
+        at = next(
+            i for i, mark in enumerate(iteration.marks)
+            if mark.step.what == "submit" and mark.step.call == call.number
+        )  # fmt: skip
         step = ThreadStep(what="wait", call=call.number)
         left_us = iteration.marks[at].leave_us
         mark = TimedStep(step=step, enter_us=left_us, leave_us=left_us)
@@ -383,7 +414,10 @@ class Hooks:
             kind=kind, group=what.ranks, channel=what.channel, root=what.root, phase=self.phase,
             label="barrier" if what.op == "barrier" else "",
         )  # fmt: skip
-        event = self.gpu.here() if self.gpu is not None and what.device == "cuda" else None
+        event, side = None, None
+        if self.gpu is not None and self.trails is not None and what.device == "cuda":
+            side = self.trails.side()
+            event = self.gpu.here() if side is None else self.gpu.now_here()
         submitted_us = now_us()
         self._inside = True
         try:
@@ -392,12 +426,12 @@ class Hooks:
             self._inside = False
         return self._submitted(
             shape, inner, (entered_us, submitted_us, now_us()), nbytes=max(1, what.nbytes), workers=0,
-            blocking=what.blocking, name=what.op, splits=what.splits, event=event,
+            blocking=what.blocking, name=what.op, splits=what.splits, event=event, side=side,
         )  # fmt: skip
 
     def _submitted(
         self, shape: CallShape, inner: dist.Work, times_us: tuple[float, float, float], *, nbytes: int, workers: int,
-        blocking: bool, name: str, splits: bool, event: Any = None,
+        blocking: bool, name: str, splits: bool, event: Any = None, side: Any = None,
     ) -> RecordedWork:  # fmt: skip
         """Note what was submitted, and watch what came back."""
         entered_us, submitted_us, returned_us = times_us
@@ -414,7 +448,7 @@ class Hooks:
         )
         self.iteration.calls.append(call)
         mark = TimedStep(step=ThreadStep(what="submit", call=call.number), enter_us=entered_us, leave_us=entered_us)
-        self._mark(mark, event)
+        self._mark_submit(mark, call, event, side)
         if event is None or self.gpu is None:
             self._note_end(name, inner, call)
         else:
@@ -430,6 +464,19 @@ class Hooks:
             mark.leave_us = done_us
         self.iteration.overhead_us += done_us - entered_us - (returned_us - submitted_us)
         return work
+
+    def _mark_submit(self, mark: TimedStep, call: RecordedCall, event: Any, side: Any) -> None:
+        """Note a submit where the application's stream lets it begin, but never before the one before it."""
+        moment = event
+        if side is not None and self.trails is not None and self.gpu is not None:
+            trail = self.trails.trail(side)
+            mark.place, moment = max(self._submitted_at, (trail.place, trail.moment), key=lambda at: at[0])
+            mark.place, moment = max(mark.place, 1), moment if moment is not None else self.gpu.here()
+            mark.step = replace(mark.step, behind=self._behind)
+            if call.blocking:
+                self._behind = call.number
+        self._mark(mark, moment)
+        self._submitted_at = mark.place, moment
 
     def _refuse(self, name: str, device: str, ranks: int) -> None:
         if self.active and ranks >= 2:
@@ -506,7 +553,7 @@ class Hooks:
 def _release() -> None:
     """Let go of what was waited for, unless the application still holds it: a library's `Work` keeps tensors alive."""
     for work in _WORKS.open:
-        if work.call.waited and sys.getrefcount(work) <= _OUR_REFERENCES:
+        if (work.call.waited or work.call.on_side) and sys.getrefcount(work) <= _OUR_REFERENCES:
             work.inner = None
             _WORKS.done.append(work)
     _WORKS.open[:] = [work for work in _WORKS.open if work.inner is not None]

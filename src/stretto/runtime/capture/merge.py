@@ -281,8 +281,10 @@ def _walk(
                 waited.update(dict.fromkeys((target, step.lag) for target in targets))
             elif second:
                 call = trace.calls[step.call]
+                behind = {(node_of[rank, step.behind], 0) for rank in ranks if step.behind >= 0}
                 for target in targets:
-                    nodes[target].after.update(dict.fromkeys([*([last] if last else []), *waited], "submit"))
+                    needs = [*([last] if last else []), *waited, *sorted(behind)]
+                    nodes[target].after.update(dict.fromkeys(needs, "submit"))
                 # A message has two places in the programs, where it is sent and where it is received.
                 if call.kind != "send":
                     for target in targets:

@@ -46,13 +46,15 @@ class CallShape:
 class ThreadStep:
     """One thing the application's thread did: it submitted, or waited for, the op `call`, or entered a phase.
 
-    `lag` counts iterations back: a wait with lag 1 is for an op that was submitted in the iteration before.
+    `lag` counts iterations back: a wait with lag 1 is for an op that was submitted in the iteration before. A submit
+    that is `behind` another call is made when that has ended: a stream, not the application, waits for it.
     """
 
     what: Literal["submit", "wait", "phase"]
     call: int = -1
     lag: int = 0
     phase: str = ""
+    behind: int = -1
 
 
 @dataclass(kw_only=True, eq=False)
@@ -76,6 +78,8 @@ class RecordedCall:
     waited: bool = False
     on_gpu: bool = False
     """Whether its times are those of a GPU."""
+    on_side: bool = False
+    """Whether a stream that is not the application's has waited for it."""
 
 
 @dataclass(kw_only=True)
@@ -86,6 +90,8 @@ class TimedStep:
     enter_us: float
     leave_us: float
     ends_with: RecordedCall | None = None
+    place: int = 0
+    """Where it stands among those of its iteration; 0: behind those that were noted before."""
 
 
 @dataclass(kw_only=True)

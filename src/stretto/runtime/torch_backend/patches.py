@@ -84,8 +84,19 @@ COMPILE = Patch(
     name="compile",
     why="`stretto run` tells Inductor what collectives cost once a job compiles, and loads it for no other job",
 )
+EVENT_RECORD = Patch(
+    owners=("torch.cuda.streams:Event",),
+    name="record",
+    why="a recording on a GPU knows what streams that the application uses beside its own stand behind",
+)
+EVENT_WAIT = Patch(
+    owners=("torch.cuda.streams:Event",),
+    name="wait",
+    why="a recording on a GPU sees when one of the application's streams waits for another",
+)
 PATCHES = (
     INIT_PROCESS_GROUP, DESTROY_PROCESS_GROUP, DDP_FORWARD, RUN_BACKWARD, FUTURE_WAIT, FUTURE_THEN, BATCH_P2P, COMPILE,
+    EVENT_RECORD, EVENT_WAIT,
 )  # fmt: skip
 
 
