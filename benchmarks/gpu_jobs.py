@@ -4,7 +4,9 @@
 Every case runs in a lab (two hosts; all ranks may share one GPU, under MPS). `nccl_ms` and `gloo_ms` are the script by
 itself, `own_ms` is the same NCCL inside of `stretto run`, measured in turns with `plan_ms`: `gain` is the median over
 the pairs of blocks, `low` and `high` bound it with 95 % confidence (bootstrap).
-`losses_off` compares with NCCL alone, relatively, over all iterations that both made.
+`losses_off` compares with NCCL alone, relatively, over all iterations that both made. `least_ms` is what no way can be
+below: the compute of the recorded step, or its bytes that must cross an uplink; `allows` is `own_ms` over that.
+All scripts by themselves are run one after the other in one start of the ranks.
 `--device cpu` runs the same on gloo and CPUs, to try the benchmark. `--cases`, `--ranks`, `--uplink` choose.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -22,11 +25,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
 from common import Row, common_options, finish
 from gpu_jobs_rank import BLOCK, MODELS, TRIAL
 
 RANK = Path(__file__).with_name("gpu_jobs_rank.py")
-STEPS, ALONE, GLOO = 320, 120, 12
+STEPS, ALONE, GLOO = 320, 60, 12
 """Iterations: under `stretto run` at most, of the script alone, and with gloo."""
 WARM = 5
 LEAST_S = 5.0
@@ -41,11 +45,18 @@ def lab(ranks: int, uplink: str) -> list[str]:
 
 
 def run(command: list[str], args: Any, log: Path, **environment: str) -> str:
-    """Run a command in a session of its own; what went wrong, if anything."""
+    """Run a command in a session of its own; what went wrong, if anything.
+
+    A client of MPS has few queues of the GPU unless it asks for more: kernels of a backward pass would stand behind a
+    sum that waits for the one before it.
+    """
     limit_s = min(args.limit, args.until - time.monotonic())
     if limit_s < LEAST_S:
         return "no time left"
-    shared = {"OMP_NUM_THREADS": "1", "NCCL_SOCKET_IFNAME": "eth", "NCCL_MAX_NCHANNELS": "2", "STRETTO_PLANS": "off"}
+    shared = {
+        "OMP_NUM_THREADS": "1", "NCCL_SOCKET_IFNAME": "eth", "NCCL_MAX_NCHANNELS": "2",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "16",
+    }  # fmt: skip
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, env=os.environ | shared | environment, stdout=out, stderr=subprocess.STDOUT,
@@ -67,32 +78,52 @@ def run(command: list[str], args: Any, log: Path, **environment: str) -> str:
     return f"timed out after {limit_s:.0f} s" if code == -1 else (lines[-1:] or [f"exit code {code}"])[0][-200:]
 
 
-def told(folder: Path) -> list[dict[str, Any]]:
+def told(folder: Path, model: str) -> list[dict[str, Any]]:
     """What each rank has written."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{model}-[0-9].json"))]
 
 
-def alone(model: str, backend: str, steps: int, args: Any, where: Path) -> tuple[list[dict[str, Any]], str]:
-    """The script by itself."""
+def alone(backend: str, steps: int, args: Any, where: Path) -> str:
+    """All scripts by themselves; what went wrong, if anything."""
     folder = where / backend
-    folder.mkdir()
-    command = [*lab(args.ranks, args.uplink), sys.executable, str(RANK), model, str(folder), str(steps)]
-    wrong = run(command, args, where / f"{backend}.log", BACKEND=backend)
-    return told(folder), wrong
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [*lab(args.ranks, args.uplink), sys.executable, str(RANK), args.cases, str(folder), str(steps)]
+    return run(command, args, where / f"{backend}.log", BACKEND=backend)
 
 
 def under(model: str, backend: str, args: Any, where: Path) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
     """The script under `stretto run`."""
     folder = where / "run"
-    folder.mkdir()
+    folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "stretto", "run", "--budget", str(args.budget), "--json", str(where / "run.json")]
     command += ["--", *lab(args.ranks, args.uplink), sys.executable, str(RANK), model, str(folder), str(STEPS)]
     more = {"STRETTO_CARRIER": "gloo"} if backend == "cpu" else {}
+    (where / "plans").mkdir(mode=0o700, exist_ok=True)
+    more["STRETTO_PLANS"] = str(where / "plans")
     wrong = run(command, args, where / "run.log", BACKEND=backend, PAIRS=str(args.pairs), **more)
     status: dict[str, Any] = {}
     if (where / "run.json").exists():
         status = json.loads((where / "run.json").read_text())
-    return told(folder), status, wrong
+    return told(folder, model), status, wrong
+
+
+def least_ms(where: Path, ranks: int, uplink: str) -> float | None:
+    """What an iteration takes at least: its compute, or the bytes that must leave each host; None without a plan."""
+    from stretto.control.kept_plans import KeptPlan
+    from stretto.control.messages import decode_captured
+
+    kept = sorted((where / "plans").glob("*.plan.json"))
+    if not kept:
+        return None
+    workload, _ = decode_captured(msgspec.json.decode(kept[-1].read_bytes(), type=KeptPlan).captured)
+    number, unit = re.fullmatch(r"([0-9.]+)([gm])bit", uplink).groups()  # type: ignore[union-attr]
+    bytes_per_ms = float(number) * {"g": 1e9, "m": 1e6}[unit] / 8e3
+    # Of two equal hosts, each must have the other's half of what is gathered or scattered; sums are both, and of an
+    # all-to-all each rank sends half. Where ranks differ, all receive at least what the smallest has.
+    shares = {"all_reduce": 1.0, "all_to_all": ranks / 2}
+    crossing = sum(min(op.rank_nbytes, default=op.nbytes) * shares.get(op.kind, 0.5) for op in workload.comm_ops)
+    compute_us = sum(max(op.durations_us, default=op.duration_us) for op in workload.ops if not op.is_comm)
+    return max(crossing / bytes_per_ms, compute_us / 1e3)
 
 
 def medians_ms(ranks: list[dict[str, Any]], begins: str = "") -> float | None:
@@ -141,38 +172,34 @@ def losses_off(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> floa
     return max((abs(a - b) / max(abs(b), 1e-9) for a, b in pairs), default=None)
 
 
-def case(model: str, args: Any) -> Row:
-    """One script: alone, with gloo, and under `stretto run`."""
+def case(model: str, where: Path, args: Any) -> Row:
+    """One script under `stretto run`, beside what it took alone."""
     backend = "nccl" if args.device == "cuda" else "cpu"
     row: Row = {"case": f"{model} 2x{args.ranks} {args.uplink}"}
-    with tempfile.TemporaryDirectory() as name:
-        if args.gloo_alone:
-            with_gloo, wrong = alone(model, "gloo", GLOO, args, Path(name))
-            return row | {"gloo_ms": medians_ms(with_gloo), "gloo_wrong": wrong or None}
-        where = args.keep / f"{model}-2x{args.ranks}" if args.keep else Path(name)
-        where.mkdir(parents=True, exist_ok=True)
-        plain, wrong = alone(model, backend, ALONE, args, where) if not args.only_run else ([], "")
-        row["nccl_ms"], row["nccl_wrong"] = medians_ms(plain), wrong or None
-        ran, status, wrong = under(model, backend, args, where)
-        row["run_wrong"] = wrong or None
-        found = pairs_of(ran) if ran and ran[0]["runs"] else []
-        split = status["jobs"][0]["split"] if status.get("jobs") else {}
-        row["about"] = status["jobs"][0]["about"][:120] if status.get("jobs") else None
-        row["own_ms"] = median(own for _, own, _ in found) if found else medians_ms(ran, "own") if ran else None
-        row["plan_ms"] = median(plan for plan, _, _ in found) if found else None
-        row["predicted_ms"] = split.get("predicted_plan_us", 0.0) / 1e3 or None
-        row["pairs"] = len(found)
-        if found:
-            row["gain"] = median(own / plan for plan, own, _ in found)
-            row["low"], row["high"] = interval([own / plan for plan, own, _ in found])
-            row["backend_percent"] = 100 * (median(ours / own for _, own, ours in found) - 1)
-        before = medians_ms(ran, "own") if ran and ran[0]["runs"] else None
-        recorded = medians_ms(ran, "recording") if before else None
-        row["recording_percent"] = 100 * (recorded / before - 1) if recorded and before else None
-        row["losses_off"] = losses_off(ran, plain)
-        if args.gloo and backend == "nccl":
-            with_gloo, wrong = alone(model, "gloo", GLOO, args, where)
-            row["gloo_ms"], row["gloo_wrong"] = medians_ms(with_gloo), wrong or None
+    plain, with_gloo = told(where / backend, model), told(where / "gloo", model)
+    row["nccl_ms"], row["gloo_ms"] = medians_ms(plain), medians_ms(with_gloo)
+    if args.alone:
+        return row
+    ran, status, wrong = under(model, backend, args, where / model)
+    row["run_wrong"] = wrong or None
+    found = pairs_of(ran) if ran and ran[0]["runs"] else []
+    split = status["jobs"][0]["split"] if status.get("jobs") else {}
+    row["about"] = status["jobs"][0]["about"][:120] if status.get("jobs") else None
+    row["own_ms"] = median(own for _, own, _ in found) if found else medians_ms(ran, "own") if ran else None
+    row["plan_ms"] = median(plan for plan, _, _ in found) if found else None
+    row["predicted_ms"] = split.get("predicted_plan_us", 0.0) / 1e3 or None
+    row["pairs"] = len(found)
+    if found:
+        row["gain"] = median(own / plan for plan, own, _ in found)
+        row["low"], row["high"] = interval([own / plan for plan, own, _ in found])
+        row["backend_percent"] = 100 * (median(ours / own for _, own, ours in found) - 1)
+    row["least_ms"] = least = least_ms(where / model, args.ranks, args.uplink)
+    own_ms = row["own_ms"]
+    row["allows"] = own_ms / least if least and isinstance(own_ms, float) else None
+    before = medians_ms(ran, "own") if ran and ran[0]["runs"] else None
+    recorded = medians_ms(ran, "recording") if before else None
+    row["recording_percent"] = 100 * (recorded / before - 1) if recorded and before else None
+    row["losses_off"] = losses_off(ran, plain)
     return row
 
 
@@ -188,18 +215,26 @@ def main() -> None:
     parser.add_argument("--total", type=float, default=1e6, help="seconds for all runs together")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gloo", action="store_true", help="with gloo, too")
-    parser.add_argument("--gloo-alone", action="store_true", help="with gloo alone, and nothing else")
-    parser.add_argument("--only-run", action="store_true", help="not the script alone: no losses to compare with")
-    parser.add_argument("--keep", type=Path, help="leave logs and times in this folder")
+    parser.add_argument("--alone", action="store_true", help="the scripts by themselves, and nothing else")
+    parser.add_argument("--only-run", action="store_true", help="not the scripts by themselves; see --keep")
+    parser.add_argument("--keep", type=Path, help="leave logs and times there, and take what is there")
     args = parser.parse_args()
     args.pairs = 1 if args.quick else args.pairs
     args.until = time.monotonic() + args.total
     # What was started ends with this.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    rows = []
-    for model in args.cases.split(","):
-        rows.append(case(model, args))
-        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        where = (args.keep or Path(name)) / f"2x{args.ranks}"
+        where.mkdir(parents=True, exist_ok=True)
+        backends = [] if args.only_run else ["nccl" if args.device == "cuda" else "cpu"]
+        backends += ["gloo"] if args.gloo and args.device == "cuda" else []
+        for backend in backends:
+            wrong = alone(backend, GLOO if backend == "gloo" else ALONE, args, where)
+            print(f"{backend} alone: {wrong or 'done'}", file=sys.stderr, flush=True)
+        rows = []
+        for model in args.cases.split(","):
+            rows.append(case(model, where, args))
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     finish(rows, args, title="Unchanged jobs on GPUs")
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of benchmarks/gpu_jobs.py: ``gpu_jobs_rank.py MODEL FOLDER STEPS``, a training script as users write them.
 
-MODELS names what it can train. BACKEND is nccl (tensors on the GPU), gloo (the same tensors) or cpu (gloo, small models
-on the CPU, to try the script without a GPU). Every rank writes its losses and the time of each iteration to the folder.
-With PAIRS=N, under `stretto run`, a plan that has become active is set aside again and again, so that N pairs of blocks
-are measured in turns, and what ran each iteration is written, too; nothing else here knows of Stretto.
+MODELS names what it can train; several, separated by commas, are trained one after the other. BACKEND is nccl (tensors
+on the GPU), gloo (the same tensors) or cpu (gloo, small models on the CPU, to try the script without a GPU). Every rank
+writes its losses and the time of each iteration to the folder. With PAIRS=N, under `stretto run`, a plan that has
+become active is set aside again and again, so that N pairs of blocks are measured in turns, and what ran each iteration
+is written, too; nothing else here knows of Stretto.
 """
 
 from __future__ import annotations
@@ -250,7 +251,7 @@ class Pairs:
 
 def main() -> None:
     """Train, and write what it took."""
-    name, folder, steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    names, folder, steps = sys.argv[1].split(","), Path(sys.argv[2]), int(sys.argv[3])
     backend = os.environ.get("BACKEND", "nccl")
     device = torch.device("cpu" if backend == "cpu" else "cuda:0")
     torch.set_num_threads(1)
@@ -258,7 +259,16 @@ def main() -> None:
     os.environ.setdefault("NCCL_HOSTID", f"rank{os.environ['RANK']}")
     begun = time.perf_counter()
     dist.init_process_group("gloo" if backend == "cpu" else backend)
-    job = Job(name, device)
+    for name in names:
+        told = train(Job(name, device), steps)
+        told["whole_s"] = time.perf_counter() - begun
+        (folder / f"{name}-{dist.get_rank()}.json").write_text(json.dumps(told))
+    dist.destroy_process_group()
+
+
+def train(job: Job, steps: int) -> dict[str, Any]:
+    """One model: losses, the times of iterations and, with PAIRS, what ran each of them."""
+    device = job.device
     pairs = Pairs(int(os.environ["PAIRS"])) if "PAIRS" in os.environ else None
     losses: list[torch.Tensor] = []
     runs: list[str] = []
@@ -275,11 +285,7 @@ def main() -> None:
         times_ms = [a.elapsed_time(b) for a, b in pairwise(ends)]
     else:
         times_ms = [1e3 * (b - a) for a, b in pairwise(ends)]
-    told: dict[str, Any] = {"losses": [float(loss) for loss in losses], "times_ms": [0.0, *times_ms], "runs": runs}
-    told["whole_s"] = time.perf_counter() - begun
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(told))
-    job.net = None
-    dist.destroy_process_group()
+    return {"losses": [float(loss) for loss in losses], "times_ms": [0.0, *times_ms], "runs": runs}
 
 
 def _moment(device: torch.device) -> Any:

@@ -47,3 +47,13 @@ def test_unchanged_job_is_recorded_and_trains_as_without_us(style: str, tmp_path
     assert "unchanged job (nccl)" in said, said[-4000:]
     for mine, ours in zip(plainly, under, strict=True):
         assert ours == pytest.approx(mine, rel=1e-3)
+
+
+def test_early_gathers_train_as_plain_ones(tmp_path: Path) -> None:
+    plainly, _ = train("fsdp", tmp_path / "plain")
+    early, _ = train("early", tmp_path / "early")
+    assert early == plainly
+    under, said = train("early", tmp_path / "run", sys.executable, "-m", "stretto", "run", "--budget", "1", "--")
+    assert "stretto: recorded 5 iterations" in said, said[-4000:]
+    for mine, ours in zip(plainly, under, strict=True):
+        assert ours == pytest.approx(mine, rel=1e-3)

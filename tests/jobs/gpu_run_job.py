@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An NCCL job that knows nothing of Stretto: ``gpu_run_job.py STYLE FOLDER``, styles ddp, fsdp and hand.
 
-Every rank writes its losses to the folder.
+Style early is fsdp with Stretto's early gathers. Every rank writes its losses to the folder.
 """
 
 from __future__ import annotations
@@ -35,12 +35,16 @@ def wrapped(model: nn.Sequential, style: str) -> Any:
     """As scripts do."""
     if style == "ddp":
         return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
-    if style == "fsdp":
+    if style in ("fsdp", "early"):
         from torch.distributed.fsdp import fully_shard
 
         for block in list(model)[:-1]:
             fully_shard(block)
         fully_shard(model)
+    if style == "early":
+        import stretto.torch
+
+        stretto.torch.early_gathers(model)
     return model
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -87,8 +88,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedGpu]:
 class PlayedModel:
     """The forward pass of FSDP2: gathers are issued on a stream that stands behind the layer before the last."""
 
-    def __init__(self, gpu: PlayedGpu, hooks: Hooks) -> None:
+    def __init__(self, gpu: PlayedGpu, hooks: Hooks, *, gives_work: bool = True) -> None:
         self.gpu, self.hooks, self.main, self.side = gpu, hooks, gpu.current, PlayedStream(gpu)
+        self.gives_work = gives_work
         self.copied: PlayedEvent | None = None
 
     def event(self, stream: PlayedStream) -> PlayedEvent:
@@ -106,8 +108,14 @@ class PlayedModel:
     def gather(self) -> PlayedEvent:
         what = SubmittedCall(op="all_gather", ranks=(0, 1), channel="w", nbytes=64, device="cuda", blocking=True)
         with self.side:
-            self.hooks.seen(what, lambda: PlayedWork(self.gpu)).wait()
+            self.hooks.seen(what, self.run).wait()
             return self.event(self.side)
+
+    def run(self) -> Any:
+        if self.gives_work:
+            return PlayedWork(self.gpu)
+        self.gpu.current.at_us += GATHER_US
+        return None
 
     def layer(self) -> None:
         gathered = self.gather()
@@ -125,10 +133,13 @@ class PlayedModel:
         self.main.at_us += 50.0
 
 
-def test_gathers_on_a_stream_of_their_own_are_waited_for_where_the_application_does(gpu: PlayedGpu) -> None:
+@pytest.mark.parametrize("gives_work", [True, False])
+def test_gathers_on_a_stream_of_their_own_are_waited_for_where_the_application_does(
+    gpu: PlayedGpu, gives_work: bool
+) -> None:
     hooks = Hooks(only_ours=True, gpu=True)
     hooks.active = True
-    model = PlayedModel(gpu, hooks)
+    model = PlayedModel(gpu, hooks, gives_work=gives_work)
     seen = []
     for _ in range(3):
         model.iteration()
@@ -164,3 +175,19 @@ def test_a_stream_that_the_recording_has_not_seen_wait_submits_at_once(gpu: Play
     seen = hooks.cut()
     assert [mark.step.what for mark in seen.marks] == ["submit", "wait"]
     assert not hooks.refusal
+
+
+def test_a_blocking_call_for_which_nccl_gives_no_work_is_waited_for(gpu: PlayedGpu) -> None:
+    hooks = Hooks(only_ours=True, gpu=True)
+    hooks.active = True
+    model = PlayedModel(gpu, hooks, gives_work=False)
+    what = SubmittedCall(op="all_to_all", ranks=(0, 1), channel="w", nbytes=64, device="cuda", blocking=True)
+    for _ in range(2):
+        hooks.seen(what, model.run).wait()
+        model.main.at_us += COMPUTE_US
+        seen = hooks.cut()
+    assert hooks.gpu is not None
+    hooks.gpu.resolve()
+    assert [mark.step.what for mark in seen.marks] == ["submit", "wait"]
+    workload = merge([trace_of(rank, [seen]) for rank in range(2)], [0.0, 0.0], name="step", samples=0.0, notes=())
+    assert [(op.kind, op.duration_us) for op in workload.ops] == [("all_to_all", GATHER_US), ("compute", COMPUTE_US)]

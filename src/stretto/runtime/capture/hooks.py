@@ -89,7 +89,7 @@ def now_us() -> float:
 class RecordedWork(dist.Work):
     """A `Work` that tells when the application waits for it, and is the original in all else."""
 
-    def __init__(self, hooks: Hooks, inner: dist.Work, call: RecordedCall) -> None:
+    def __init__(self, hooks: Hooks, inner: dist.Work | None, call: RecordedCall) -> None:
         super().__init__()
         self.hooks = hooks
         self.inner: dist.Work | None = inner
@@ -430,8 +430,8 @@ class Hooks:
         )  # fmt: skip
 
     def _submitted(
-        self, shape: CallShape, inner: dist.Work, times_us: tuple[float, float, float], *, nbytes: int, workers: int,
-        blocking: bool, name: str, splits: bool, event: Any = None, side: Any = None,
+        self, shape: CallShape, inner: dist.Work | None, times_us: tuple[float, float, float], *, nbytes: int,
+        workers: int, blocking: bool, name: str, splits: bool, event: Any = None, side: Any = None,
     ) -> RecordedWork:  # fmt: skip
         """Note what was submitted, and watch what came back."""
         entered_us, submitted_us, returned_us = times_us
@@ -450,15 +450,19 @@ class Hooks:
         mark = TimedStep(step=ThreadStep(what="submit", call=call.number), enter_us=entered_us, leave_us=entered_us)
         self._mark_submit(mark, call, event, side)
         if event is None or self.gpu is None:
-            self._note_end(name, inner, call)
+            if inner is not None:
+                self._note_end(name, inner, call)
         else:
             self._submits[call.number] = event
             self.gpu.put(event, call, "submit_us")
-            if not blocking:
+            if inner is None:
+                # NCCL has queued it in the current stream, as a call that blocks, and gives nothing to wait for.
+                self.waited_on_gpu(call, self.gpu, event)
+            elif not blocking:
                 self._note_gpu_end(self.gpu, inner, call)
         _release()
         work = RecordedWork(self, inner, call)
-        _WORKS.open.append(work)
+        (_WORKS.done if inner is None else _WORKS.open).append(work)
         done_us = now_us()
         if self.gpu is None:
             mark.leave_us = done_us

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2's all-gathers on CPUs, handed over before they are waited for.
+"""FSDP2's all-gathers, handed over before they are waited for.
 
-`fully_shard` asks for the parameters of a layer ahead of time, and waits for them when the layer runs. On GPUs a stream
-does that; on CPUs it asks with a call that blocks, so that nothing runs beside it, and an enforcer sees one all-gather
-at a time. FSDP2 takes collectives of one's own (`set_custom_all_gather`): ours returns the work, for which FSDP2 waits
-where it copies the parameters out.
+`fully_shard` asks for the parameters of a layer ahead of time, and waits for them when the layer runs. It asks with a
+call that blocks: on CPUs nothing runs beside it, and an enforcer sees one all-gather at a time; on GPUs a stream of
+FSDP2's waits, and each all-gather stands behind the one before. FSDP2 takes collectives of one's own
+(`set_custom_all_gather`): ours returns the work, for which FSDP2 waits where it copies the parameters out.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def early_gathers(model: torch.nn.Module) -> int:
 
     Call it after `fully_shard`. With `set_modules_to_forward_prefetch`, and in the backward pass by itself, FSDP2 asks
     for the next layer while one runs; on CPUs that overlaps only so, and a plan may reorder and cut what is under way.
-    Tensors on GPUs are gathered as ever, in FSDP2's own stream. Reduce-scatters stay as they are: FSDP2 uses their
-    result at once and ignores the work.
+    On GPUs the application's stream waits, where parameters are copied out, and no stream of FSDP2's before.
+    Reduce-scatters stay as they are: FSDP2 uses their result at once and ignores the work.
 
     Args:
         model: A model with modules that `fully_shard` was applied to.
@@ -64,8 +64,7 @@ def _all_gather() -> Any:
         def __call__(
             self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
         ) -> dist.Work | None:
-            early = async_op or output_tensor.device.type == "cpu"
-            work: dist.Work | None = call(output_tensor, input_tensor, group=group, async_op=early)
+            work: dist.Work | None = call(output_tensor, input_tensor, group=group, async_op=True)
             return work
 
     return EarlyAllGather()
