@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives on GPU memory: our programs beside PyTorch's symmetric memory, copy engines and NCCL, on one GPU.
+"""Collectives on GPU memory: ours beside PyTorch's symmetric memory, copy engines, MSCCL++ and NCCL, on one GPU.
 
 All ranks share the GPU, under NVIDIA's MPS, which must run; every "link" is that GPU's own memory. So only ratios
 inside one run say something. Times are medians over replays of a CUDA graph (NCCL: of plain calls, over sockets), with
 the spread of our better one: through slots, or in place in symmetric memory. `over_bound` is the distance to moving the
-bytes at the rate of a plain copy by all ranks at once.
+bytes at the rate of a plain copy by all ranks at once. MSCCL++ runs where it is installed and `--mscclpp` names plans
+of it; its best one counts. Below the table: memory that is held, 256 MiB beside copies, and what a step costs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,8 @@ from common import Row, common_options, finish
 
 RANK = Path(__file__).with_name("gpu_rank.py")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-SIZES = (1 << 10, 16 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
-SYSTEMS = ("stretto", "in place", "one-shot", "two-shot", "copy engine", "nccl")
+SIZES = tuple(1 << k for k in (10, 12, 14, 16, 17, 18, 19, 20, 22, 24, 26, 28))
+SYSTEMS = ("stretto", "in place", "one-shot", "two-shot", "copy engine", "mscclpp", "nccl")
 OURS = SYSTEMS[:2]
 BOUND_FROM = 16 << 20
 """Smaller messages stay in the GPU's cache, which the rate of a copy says nothing of."""
@@ -74,6 +76,9 @@ def table_row(found: dict[str, Any]) -> Row:
     """One row of the table: a column for each system."""
     kind, nbytes, ranks = found["collective"], found["nbytes"], found["ranks"]
     row: Row = {"case": f"{kind} x{ranks}", "nbytes": nbytes}
+    own = [times for system, times in found.items() if system.startswith("mscclpp ") and isinstance(times[0], float)]
+    if own:
+        found["mscclpp"] = min(own)
     for system in SYSTEMS:
         times = found.get(system)
         row[f"{system}_us"] = None if times is None else round(times[0], 1)
@@ -94,18 +99,24 @@ def main() -> None:
     parser.add_argument("--collectives", default=",".join(COLLECTIVES))
     parser.add_argument("--largest", type=int, default=SIZES[-1], help="the largest size in bytes")
     parser.add_argument("--no-nccl", action="store_true", help="leave NCCL out: it takes most of the time")
+    parser.add_argument("--mscclpp", default="", help="a folder with plans of MSCCL++ (NAME_RANKS.json) to run beside")
+    parser.add_argument("--no-parts", action="store_true", help="leave out 256 MiB beside copies, and costs of steps")
     parser.add_argument("--limit", type=int, default=240, help="seconds for each job")
     args = parser.parse_args()
     import torch
 
     if not torch.cuda.is_available():
         sys.exit("benchmarks/gpu.py needs a GPU, and a PyTorch that sees it")
+    if not args.mscclpp or find_spec("mscclpp") is None:
+        print("MSCCL++ does not run beside: " + ("it is not installed" if args.mscclpp else "no --mscclpp"))
+        args.mscclpp = ""
     sizes = [size for size in (SIZES[::2] if args.quick else SIZES) if size <= args.largest]
     rows = []
     for ranks in map(int, args.ranks.split(",")):
         asked = {
             "sizes": sizes, "collectives": args.collectives.split(","), "rounds": 5 if args.quick else 9,
-            "nccl": not args.no_nccl, "bound": max(sizes) >= BOUND_FROM, "limit_s": args.limit,
+            "plans": args.mscclpp, "parts": not args.no_parts, "nccl": not args.no_nccl,
+            "bound": max(sizes) >= BOUND_FROM, "limit_s": args.limit,
         }  # fmt: skip
         rows += [table_row(found) for found in run_ranks(ranks, asked)]
     finish(rows, args, title="collectives on GPU memory, us")

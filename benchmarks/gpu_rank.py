@@ -9,19 +9,24 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
+from gpu_parts import time_large, time_steps
 
 import stretto.torch
+from stretto.algorithms import collective_kind
 from stretto.doctor.gpu_timing import GpuTime, time_calls, time_graph
+from stretto.runtime.probe.mscclpp_ranks import MscclppRanks
 
 Run = Callable[[], object]
 ONE_SHOT_MOST = 1 << 20
 NCCL_MOST = 16 << 20
+MSCCLPP_MOST = 256 << 20
 HANGS_FROM = (8, 1 << 20)
 """symm_mem's two-shot hangs on one GPU with so many ranks and more bytes: not all of its blocks are resident."""
 
@@ -41,6 +46,11 @@ class RankBench:
         self.nccl = dist.new_group(backend="nccl") if asked["nccl"] else None
         self._made: dict[int, torch.Tensor] = {}
         self._in_place: dict[tuple[int, str], torch.Tensor] = {}
+        self._mscclpp: MscclppRanks | None = None
+        self._plans: list[dict[str, Any]] = []
+        if asked["plans"]:
+            self._plans = plans_of(Path(asked["plans"]), self.world)
+            self._mscclpp = MscclppRanks(min(max(asked["sizes"]), MSCCLPP_MOST))
 
     def meet(self) -> None:
         """All ranks come here."""
@@ -101,12 +111,27 @@ class RankBench:
             found["nccl"] = lambda: dist.all_to_all_single(other, whole, group=self.nccl)
         if self.nccl is None or nbytes > NCCL_MOST:
             del found["nccl"]
+        return found | self._own_plans(kind, nbytes)
+
+    def _own_plans(self, kind: str, nbytes: int) -> dict[str, Run]:
+        """MSCCL++'s own plans for a case; the best of them counts."""
+        found: dict[str, Run] = {}
+        if self._mscclpp is None or nbytes > self._mscclpp.most_bytes or nbytes % (16 * self.world):
+            return found
+        for one in self._plans:
+            if one["kind"] == kind and one["least"] <= nbytes <= one["most"]:
+                given, made = self._mscclpp.buffers(kind, nbytes, one["in_place"])
+                given.zero_()
+                found[f"mscclpp {one['name']}"] = partial(
+                    self._mscclpp.launch, self._mscclpp.plan(one["text"]), given, made
+                )
         return found
 
     def time(self, system: str, run: Run, nbytes: int) -> GpuTime:
         """One system's time."""
         few = nbytes >= 16 << 20
         if system == "nccl":
+            # Not in a graph: its proxies on sockets are driven by the host.
             return time_calls(run, self.meet, calls=2 if few else 5, rounds=3 if few else 5)
         return time_graph(run, self.meet, calls=4 if few else 20, rounds=self.asked["rounds"])
 
@@ -114,6 +139,38 @@ class RankBench:
         """How long all ranks take together to copy so many bytes each, inside their memory."""
         source, target = self.plain(nbytes), self.plain(nbytes)
         return time_graph(lambda: target.copy_(source), self.meet, calls=10).median_us
+
+
+def plans_of(folder: Path, ranks: int) -> list[dict[str, Any]]:
+    """Plans of MSCCL++ (NAME_RANKS.json) for so many ranks: those of packets up to 1 MiB, others from 16 KiB on."""
+    found = []
+    for path in sorted(folder.glob(f"*_{ranks}.json")):
+        text = path.read_text()
+        data = json.loads(text)
+        packets = data["protocol"] == "LL"
+        found.append({
+            "name": path.stem, "text": text, "kind": collective_kind(data["collective"]),
+            "in_place": bool(data["inplace"]), "least": 0 if packets else 16 << 10,
+            "most": 1 << 20 if packets else MSCCLPP_MOST,
+        })  # fmt: skip
+    return found
+
+
+def print_parts(bench: RankBench) -> None:
+    """Large calls beside copies, and what the interpreter's steps cost."""
+    group: Any = dist.group.WORLD
+    steps = time_steps(group.gpu.site.communicator, bench.device, bench.meet)
+    large = time_large(bench.group, bench.device, bench.meet)
+    if bench.rank:
+        return
+    print(f"x{bench.world} " + ", ".join(f"{name} {us:.2f}" for name, us in steps.items()), flush=True)
+    for row in large:
+        ours, copied, everywhere = row["ours_us"], row["copy_us"], row["all_sms_us"]
+        print(
+            f"x{bench.world} all_reduce of 256 MiB, {row['blocks']} blocks: {ours:.0f} us; a copy with as many blocks "
+            f"{copied:.0f} us ({ours / copied:.2f}x), with all SMs {everywhere:.0f} us ({ours / everywhere:.2f}x)",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -152,6 +209,9 @@ def main() -> None:
     held = stretto.torch.gpu_held_bytes()
     if bench.rank == 0:
         print(f"GPU memory held on rank 0: {held} bytes", flush=True)
+    bench.meet()
+    if asked["parts"]:
+        print_parts(bench)
     bench.meet()
     # Not through destructors: a system that failed may have left something that waits.
     os._exit(0)

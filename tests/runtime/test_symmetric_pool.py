@@ -49,14 +49,14 @@ def test_pieces_never_overlap_and_are_where_the_same_calls_put_them() -> None:
             pools[1].give_back(second)
             continue
         size = rng.randrange(1, 60_000)
-        first, second = (pool.take(size) for pool in pools)
-        assert (first is None) == (second is None)
-        if first is None or second is None:
+        one, two = (pool.take(size) for pool in pools)
+        assert (one is None) == (two is None)
+        if one is None or two is None:
             full += 1
             continue
-        assert first - shift[0] == second - shift[1]
-        assert all(first + size <= at or at + other <= first for at, _, other in held)
-        held.append((first, second, size))
+        assert one - shift[0] == two - shift[1]
+        assert all(one + size <= at or at + other <= one for at, _, other in held)
+        held.append((one, two, size))
     assert full and len(pools[0].pieces) == len(held) > 3
 
 
@@ -90,7 +90,7 @@ def test_buckets_are_made_and_made_anew_inside_the_pool(monkeypatch: pytest.Monk
     monkeypatch.setattr(symmetric_models, "pool_for", lambda group, parameters: Pool())
     torch_distributed: Any = dist
     monkeypatch.setattr(torch_distributed, "Reducer", symmetric_models.SymmetricReducer)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch_distributed.init_process_group("gloo", store=torch_distributed.HashStore(), rank=0, world_size=1)
     try:
         group: Any = dist.group.WORLD
         monkeypatch.setattr(type(group), "gpu", Group(), raising=False)

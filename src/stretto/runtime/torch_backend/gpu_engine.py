@@ -39,6 +39,7 @@ from .work import Tensors
 
 if TYPE_CHECKING:
     from ...programs import Program
+    from ...programs.lowered import Lowered
     from ..gpu import GpuProgram
 
 MAX_READY = 4096
@@ -82,8 +83,8 @@ class GpuEngine:
     @property
     def held_bytes(self) -> int:
         """GPU memory that this group holds for programs."""
-        made = sum(one.nbytes for one in (*self._symmetric, *(pool.memory for pool in self._pools)))
-        return 0 if self.site is None else int(self.site.communicator.held_bytes) + made
+        pools = sum(pool.memory.nbytes for pool in self._pools)
+        return 0 if self.site is None else int(self.site.communicator.held_bytes) + pools
 
     def refusal(self, call: CollectiveCall) -> str:
         """Why a call goes to NCCL; empty where it runs on GPU memory. The same on all ranks."""
@@ -388,7 +389,9 @@ class GpuEngine:
         self._ready[key] = found = (loaded, choice, text)
         return found
 
-    def _loaded(self, program: Program, buffers: GpuBuffers, source: str, target: str) -> tuple[GpuProgram, str]:
+    def _loaded(
+        self, program: Program | Lowered, buffers: GpuBuffers, source: str, target: str
+    ) -> tuple[GpuProgram, str]:
         """A program made ready, and in words where it works: in place if what other ranks touch is symmetric memory."""
         site = self.site
         assert site is not None

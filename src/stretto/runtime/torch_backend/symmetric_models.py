@@ -24,7 +24,8 @@ SMALL_BYTES, SPARE_BYTES = 8 << 20, 96 << 20
 """What PyTorch's allocator may waste in its segments: of small buckets alone, and in general."""
 NO_OTHER_POOL = "DDP_DISABLE_COMM_MEM"
 """PyTorch's own variable: whether DDP leaves out the memory that a backend offers."""
-PlainReducer: Any = dist.Reducer
+_distributed: Any = dist
+PlainReducer: Any = _distributed.Reducer
 
 
 def bucket_bytes(parameters: Sequence[torch.Tensor]) -> int:
@@ -61,9 +62,9 @@ class SymmetricReducer(PlainReducer):  # type: ignore[misc]
 
     def __init__(self, parameters: Sequence[torch.Tensor], *rest: Any, **named: Any) -> None:
         # The group is the fourth argument of the reducer of all versions.
-        group = rest[2] if len(rest) > 2 else named.get("process_group")
+        group: Any = rest[2] if len(rest) > 2 else named.get("process_group")
         self._symmetric = pool_for(group, parameters)
-        self._engine: Any = getattr(group, "gpu", None)
+        self._engine: Any = None if self._symmetric is None else group.gpu
         self._rebuilt = False
         with self._in_pool():
             super().__init__(parameters, *rest, **named)
@@ -97,8 +98,7 @@ class SymmetricReducer(PlainReducer):  # type: ignore[misc]
 
 def install_reducer() -> None:
     """From now on DDP makes its reducers so."""
-    torch_distributed: Any = dist
-    torch_distributed.Reducer = SymmetricReducer
+    _distributed.Reducer = SymmetricReducer
 
 
 def symmetric_buffers(model: torch.nn.Module, nbytes: int) -> int:
@@ -146,6 +146,10 @@ def _collectives(pool: SymmetricPool) -> tuple[Any, Any]:
     """Objects of FSDP2's interfaces, whose place is known only to versions that have them."""
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+    # Older versions have only the second names, and newer ones warn of them.
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
     class Allocated:
         def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
             if prod(int(one) for one in size) == 0:
@@ -157,12 +161,14 @@ def _collectives(pool: SymmetricPool) -> tuple[Any, Any]:
         def __call__(
             self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
         ) -> dist.Work | None:
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+            work: dist.Work | None = gather(output_tensor, input_tensor, group=group, async_op=async_op)
+            return work
 
     class SymmetricReduceScatter(Allocated, ReduceScatter):
         def __call__(
             self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
         ) -> dist.Work | None:
-            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group=group, async_op=async_op)
+            work: dist.Work | None = scatter(output_tensor, input_tensor, op, group=group, async_op=async_op)
+            return work
 
     return SymmetricAllGather(), SymmetricReduceScatter()
