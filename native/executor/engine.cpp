@@ -187,7 +187,7 @@ std::shared_ptr<Work> Engine::begin(const std::shared_ptr<Work>& w, double timeo
   for (int r : p.ranks)
     if (!gone_[static_cast<size_t>(r)].empty() && !may_still_come(r) && !began(*w, r)) {
       queued_.push_back(w);
-      const Cause found = culprit(r);
+      const Cause found = culprit(r, p.ranks);
       fail(*w, Failure::peer_lost, found.lost, found.why, true);
       return w;
     }

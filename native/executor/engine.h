@@ -229,7 +229,7 @@ class Engine {
   bool may_still_come(int peer) const;
   std::string describe(const Work& w) const;
   void mismatch(Work& w, int peer, uint64_t total, uint32_t facts);
-  Cause culprit(int peer) const;
+  Cause culprit(int peer, const std::vector<int>& ranks);
   void say_cause(int lost, const std::string& why);
   std::string wrong_length(const Work& w, int peer, int64_t slice, uint64_t got, size_t expected) const;
   void peer_gone(int peer, const std::string& why);

@@ -118,12 +118,22 @@ void Engine::fail_comm(int id, uint64_t number, Failure f, int lost, const std::
   if (f == Failure::peer_lost) say_cause(lost, why);
 }
 
-// The rank to name where `peer` is gone: itself, or the one because of which it has left.
-Engine::Cause Engine::culprit(int peer) const {
+// The rank to name where `peer`, one of these ranks, is gone: the one because of which it has left; where it has closed its
+// executor without saying why, another of these ranks that has ended without a word; else itself.
+Engine::Cause Engine::culprit(int peer, const std::vector<int>& ranks) {
   const auto at = static_cast<size_t>(peer);
   const std::string name = "rank " + std::to_string(peer);
-  if (cause_[at].lost < 0) return {peer, name + " " + gone_[at]};
-  return {cause_[at].lost, cause_[at].why + "; " + name + " has left because of that"};
+  if (cause_[at].lost >= 0) return {cause_[at].lost, cause_[at].why + "; " + name + " has left because of that"};
+  const std::string itself = name + " " + gone_[at];
+  if (!left_[at]) return {peer, itself};
+  for (int r : ranks) {
+    const auto other = static_cast<size_t>(r);
+    if (r == set_.rank || r == peer) continue;
+    if (gone_[other].empty()) read_control(r);  // its end may be here, and not read yet
+    if (!gone_[other].empty() && !left_[other] && cause_[other].lost < 0)
+      return {r, "rank " + std::to_string(r) + " " + gone_[other] + "; " + itself};
+  }
+  return {peer, itself};
 }
 
 // Also to ranks that have nothing to do with what has failed: they may wait for this one elsewhere.
@@ -149,7 +159,10 @@ std::optional<std::pair<int, std::string>> Engine::find_culprit(const std::vecto
   const auto left = [&](size_t r) { return !gone_[r].empty(); };
   const auto first = [&](const auto& is) -> std::optional<std::pair<int, std::string>> {
     for (int r : ranks)
-      if (r != set_.rank && is(static_cast<size_t>(r))) return std::make_pair(culprit(r).lost, culprit(r).why);
+      if (r != set_.rank && is(static_cast<size_t>(r))) {
+        const Cause found = culprit(r, ranks);
+        return std::make_pair(found.lost, found.why);
+      }
     return {};
   };
   auto found = first(ended);
@@ -303,7 +316,7 @@ void Engine::stalled() {
       const auto missing = std::find_if(p.ranks.begin(), p.ranks.end(),
                                         [&](int r) { return !gone_[static_cast<size_t>(r)].empty() && !began(*w, r); });
       if (missing == p.ranks.end()) continue;
-      const Cause found = culprit(*missing);
+      const Cause found = culprit(*missing, p.ranks);
       fail(*w, Failure::peer_lost, found.lost, found.why + " during " + describe(*w), true);
       return;
     }
@@ -322,7 +335,7 @@ void Engine::stalled() {
         if (full) peer = p.out[static_cast<size_t>(p.block[b].out)].peer;
       }
       if (peer < 0 || w->done || may_still_come(peer)) continue;
-      const Cause found = culprit(peer);
+      const Cause found = culprit(peer, p.ranks);
       fail(*w, Failure::peer_lost, found.lost, found.why + " during " + describe(*w), true);
       return;
     }
@@ -401,7 +414,7 @@ void Engine::check_deadlines(int64_t now) {
       return peer != set_.rank && gone_[static_cast<size_t>(peer)].empty() && !w->answered.count(peer);
     };
     for (int peer : p.ranks)
-      if (!gone_[static_cast<size_t>(peer)].empty() && !began(*w, peer)) waits_for(culprit(peer).lost, "it is gone");
+      if (!gone_[static_cast<size_t>(peer)].empty() && !began(*w, peer)) waits_for(culprit(peer, p.ranks).lost, "it is gone");
     for (int peer : p.ranks)
       if (silent(peer)) waits_for(peer, "it does not answer");
     const bool behind = std::any_of(p.ranks.begin(), p.ranks.end(), [&](int peer) {

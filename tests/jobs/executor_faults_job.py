@@ -116,6 +116,25 @@ def dead_and_not_waited_for(rank: Rank) -> Any:
     return said
 
 
+def left_after_a_death(rank: Rank) -> Any:
+    """The victim dies, and rank 0 closes its executor without a word of that; the others begin something afterwards."""
+    ex = rank.executor(timeout_s=30)
+    handle = ex.load(ring(rank))
+    outcome(go(ex, handle, 1000))
+    rank.barrier()
+    if rank.rank == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while ex.find_culprit([VICTIM]) is None:
+        time.sleep(0.01)
+    if rank.rank == 0:
+        ex.close()
+    rank.barrier()
+    said = outcome(go(ex, handle, 1000)) if rank.rank else None
+    rank.barrier()
+    ex.close()
+    return said
+
+
 def ended_before_a_barrier(rank: Rank) -> Any:
     """The victim leaves the job while the others wait for it."""
     with rank.executor(timeout_s=30) as ex:
@@ -258,7 +277,7 @@ SCENARIOS: dict[str, Scenario] = {
     f.__name__: f
     for f in (
         killed, killed_over_network, dead_and_not_waited_for,
-        paused, missing, missing_at_a_barrier, ended_before_a_barrier, differing,
+        paused, missing, missing_at_a_barrier, ended_before_a_barrier, left_after_a_death, differing,
         differing_over_network, no_descriptors, memory_full,
         garbage, wrong_token,
     )

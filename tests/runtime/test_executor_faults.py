@@ -40,6 +40,13 @@ def test_a_barrier_names_the_rank_that_left_the_job(tmp_path: Path) -> None:
         assert answer["error"] == "PeerLost" and "rank 2 has closed its executor" in answer["text"]
 
 
+def test_a_rank_that_has_died_is_named_and_not_the_one_that_left_afterwards(tmp_path: Path) -> None:
+    ranks = said(tmp_path, "left_after_a_death")
+    for answer in (ranks[1], ranks[3]):
+        assert answer["error"] == "PeerLost"
+        assert answer["text"].startswith("rank 2 is gone"), answer["text"]
+
+
 @pytest.mark.parametrize("scenario", ["missing", "missing_at_a_barrier"])
 def test_a_rank_that_never_starts_is_named_when_the_time_is_up(tmp_path: Path, scenario: str) -> None:
     for answer in others(said(tmp_path, scenario)):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from ...errors import StrettoError
+from ...errors import PeerLost, StrettoError
 from ..executor.forks import Home, abandon_in_children, check_world, keep_forever
 from .buffers import CollectiveCall, Splits
 from .call_log import CALL_LOG
@@ -133,8 +133,13 @@ class StrettoGroup(Base):  # type: ignore[misc]
             meeting = Meeting(store, rank, size, start="apart")
         taken, generation = (shared.taken(places), shared.generation) if shared else (0, 0)
         mine = card(rank, executor=missing(), rules=found.text, taken=taken, generation=generation)
-        self.cards = meet(meeting, mine)
-        self._wrap(store, rank, size, timeout, meeting)
+        try:
+            self.cards = meet(meeting, mine)
+            self._wrap(store, rank, size, timeout, meeting)
+        except PeerLost as error:
+            if shared is not None:
+                shared.blame(places, str(error))
+            raise
         selector = Selector(places, [c.host for c in self.cards], cluster=found.cluster, table=found.table)
         job = shared or Job.join(meeting, self.cards, places, timeout)
         self.engine = Engine(rank, size, name, selector, job, *agree(self.cards))

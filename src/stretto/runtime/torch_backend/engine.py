@@ -342,6 +342,13 @@ class Job:
         found = self.executor.find_culprit(ranks) if self.executor is not None else None
         return found[1] if found is not None else ""
 
+    def blame(self, devices: Sequence[int], why: str) -> None:
+        """Tell the job's ranks that this one gives up because of one of these devices' ranks, where one is gone."""
+        ranks = [self.rank_of[device] for device in devices if device in self.rank_of]
+        found = self.executor.find_culprit(ranks) if self.executor is not None else None
+        if self.executor is not None and found is not None:
+            self.executor.blame(found[0], why)
+
     def leave(self, engine: Engine) -> None:
         """Note that a group is destroyed; the last one ends the job."""
         self.give_back(engine.communicator)
