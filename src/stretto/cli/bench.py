@@ -17,6 +17,15 @@ from ..planner.costs.measured import Measurement, overlaps, write_measurements
 from ..report.table import ResultTable
 from ..runtime.probe.bench import KINDS, BenchResult, runs
 from ..runtime.probe.bench import bench as measure
+from ..runtime.probe.gpu_prices import (
+    GPU_RUNTIMES,
+    FusedTimer,
+    GpuPrices,
+    PlanTimer,
+    fit_gpu,
+    gpu_cases,
+    measure_gpu,
+)
 from ..runtime.probe.join import joined, place
 from ..runtime.probe.prices import MeasuredPrices, check_measurable, fit_prices, price_cases
 from ..units import format_bytes, format_us
@@ -47,7 +56,10 @@ def bench(
     ] = None,
     runtime: Annotated[
         str | None,
-        typer.Option(metavar="executor", help="Measure the price list of our executor instead (docs/runtimes.md)."),
+        typer.Option(
+            metavar="executor|mscclpp|stretto-gpu",
+            help="Measure the price list of a runtime instead (docs/runtimes.md); the last two on GPUs.",
+        ),
     ] = None,
     budget: BudgetOption = 60.0,
     rows: RankJsonOption = None,
@@ -67,6 +79,8 @@ def bench(
       stretto plan -w mine.json -c c.yaml --costs costs.csv
       torchrun --nproc-per-node 4 -m stretto bench -c c.yaml \\
           --runtime executor -o mine.yaml
+      torchrun --nproc-per-node 8 -m stretto bench -c dgx_h200 \\
+          --runtime mscclpp -b 1K..256M -o mine.yaml
     """
     if runtime is not None:
         check_measurable(runtime)
@@ -83,6 +97,11 @@ def bench(
         raise InvalidInput(f"--cluster: {known.name} has {known.num_devices} devices, the job {world} ranks")
     sizes = parse_all_sizes(nbytes, factor)
     kinds = tuple(map(collective_kind, parse_names(collectives) or ())) or KINDS
+    if runtime in GPU_RUNTIMES:
+        found = _measured_on_gpus(runtime, known, sizes, budget, target.stem)
+        if rank == 0:
+            _tell_gpu_prices(found, target, rows)
+        return
 
     with ExitStack() as stack:
         executor = stack.enter_context(joined())
@@ -105,6 +124,49 @@ def bench(
         files.json(rows, {"seconds": done.seconds, "left_out": len(done.left_out), "measurements": done.measurements})
         _tell(done)
         files.tell(f"stretto plan -w WORKLOAD -c {cluster} --costs {target}")
+
+
+def _measured_on_gpus(runtime: str, cluster: Cluster, sizes: list[int], budget_s: float, name: str) -> GpuPrices:
+    """Time plans on this job's GPUs, and fit prices to the times."""
+    import torch
+    import torch.distributed as dist
+
+    from ..runtime.probe.mscclpp_ranks import MscclppRanks, anybody, join_gpus
+
+    rank = join_gpus()
+    cases = gpu_cases(runtime, cluster, sizes)
+    timer: PlanTimer | FusedTimer
+    if runtime == "mscclpp":
+        timer = PlanTimer(MscclppRanks(int(max(case.row.nbytes for case in cases))))
+    else:
+        from ..runtime.gpu import GpuCommunicator
+
+        assert dist.group.WORLD is not None
+        timer = FusedTimer(GpuCommunicator(dist.group.WORLD))
+    with ExitStack() as stack:
+        advance = stack.enter_context(progress("bench", len(cases))) if rank == 0 else lambda label: None
+        measured = measure_gpu(timer, cases, budget_s=budget_s, agree=anybody, advance=advance)
+    return fit_gpu(runtime, measured, name=name, device=torch.cuda.get_device_name())
+
+
+def _tell_gpu_prices(found: GpuPrices, target: Path, rows: Path | None) -> None:
+    """The prices, and how well they tell each time."""
+    files = OutputFiles()
+    files.write(target, found.fit.runtime.save)
+    lines = [
+        *((*pair, ratio, "") for pair, ratio in zip(found.fitted, found.fit.fitted, strict=True)),
+        *((*pair, ratio, "not fitted") for pair, ratio in zip(found.judged, found.fit.judged, strict=True)),
+    ]
+    files.json(rows, {"error": found.fit.error, "rows": [
+        {"program": label, "nbytes": row.nbytes, "time_us": row.time_us, "ratio": ratio, "fitted": not note}
+        for label, row, ratio, note in lines
+    ]})  # fmt: skip
+    table = ResultTable("program", ">bytes", ">measured", ">predicted over it", "")
+    for label, row, ratio, note in lines:
+        table.add_row(label, format_bytes(row.nbytes), format_us(row.time_us), f"{ratio:.2f}", note)
+    out().print(table)
+    out().print(f"mean deviation {100 * found.fit.error:.1f} % of those that were not fitted")
+    files.tell(f"stretto runtime show {target}")
 
 
 def _tell_prices(found: MeasuredPrices, target: Path, rows: Path | None) -> None:

@@ -11,7 +11,7 @@ import typer
 from ..programs.fused import Fused
 from ..report.table import ResultTable
 from ..simulator import Runtime
-from ..simulator.runtime_fit import fit_runtime
+from ..simulator.runtime_fit import FUSED_PRICES, fit_runtime
 from ..simulator.runtimes import PRESETS
 from ..units import format_bytes, format_us
 from .common import out, parse_names, progress
@@ -21,11 +21,6 @@ from .outputs import OutputFiles, output
 app = typer.Typer(no_args_is_help=True, help="What the instructions of a runtime cost: list, show, fit.")
 
 FREE = ("launch_us", "instruction_us", "signal_us", "handover_us", "put", "reduce", "copy", "receive")
-FUSED = (
-    "launch_us", "step_us", "meet_us", "peer_us", "place_us", "block_us", "rank_us", "memory_gb_per_s",
-    "cache_gb_per_s", "step_us:LL", "poll_us:LL", "send_us:LL", "signal_us:LL", "read", "add", "write",
-)  # fmt: skip
-"""What is fitted to a table of the GPU executor's calls."""
 
 
 @app.command("list")
@@ -131,7 +126,7 @@ def fit(
         str | None,
         typer.Option(
             metavar="NAME,NAME",
-            help=f"The prices to fit. Default: {','.join(FREE)}; for a table {','.join(FUSED)}.",
+            help=f"The prices to fit. Default: {','.join(FREE)}; for a table {','.join(FUSED_PRICES)}.",
         ),
     ] = None,
     rows: JsonOption = None,
@@ -163,7 +158,7 @@ def fit(
         found = fit_runtime(
             [row for _, row in seen],
             base,
-            free=parse_names(free) or (FUSED if table else FREE),
+            free=parse_names(free) or (FUSED_PRICES if table else FREE),
             judge=[row for _, row in unseen],
             report=advance,
         )

@@ -25,6 +25,13 @@ from .runtimes import WIDE_PRICES, WORK, Runtime
 
 STEPS = (0.5, 0.25, 0.1, 0.05, 0.02)
 """By how much the logarithm of a price is moved, from coarse to fine."""
+WIDE_STEP_PRICES = (
+    "step_us", "meet_us", "peer_us", "place_us", "block_us", "thread_us", "rank_us", "memory_gb_per_s",
+    "cache_gb_per_s", "step_us:LL", "poll_us:LL", "send_us:LL", "signal_us:LL", "read", "add", "write",
+)  # fmt: skip
+"""What is fitted to times of plans of wide steps."""
+FUSED_PRICES = ("launch_us", *(name for name in WIDE_STEP_PRICES if name != "thread_us"))
+"""What is fitted to times of our executor on GPU memory."""
 MAX_ROUNDS = 6
 MAX_DESCENTS, MAX_DAMPINGS, DAMPING, TINY, SMALL_ERROR = 30, 8, 1e-3, 1e-3, 0.02
 """Of the descent with all prices: how often, how often it is shortened, by what at first; the step with which slopes

@@ -20,6 +20,8 @@ CHECKED = 8
 LARGE = 16 << 20
 """From so many bytes on fewer launches are checked and timed."""
 TRIES = 5
+QUEUED_CYCLES = 4_000_000
+"""For so many cycles, some two milliseconds, the GPU does nothing while a try is queued."""
 MODULO = 17
 """Inputs are whole numbers below this, so that any order of adding gives the same float32."""
 
@@ -125,14 +127,21 @@ class MscclppRanks:
         given, made = self.buffers(kind, nbytes, in_place)
         given.zero_()
         launches = 100 if nbytes < 1 << 20 else 40 if nbytes < LARGE else 6
-        times = graph_times_us(lambda: self.launch(plan, given, made), launches)
-        slowest = torch.tensor(times)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return sorted(slowest.tolist())
+        return slowest(graph_times_us(lambda: self.launch(plan, given, made), launches))
 
 
 def graph_times_us(run: Callable[[], None], launches: int) -> list[float]:
-    """The time of one of many launches in a CUDA graph, in several tries; all ranks begin together."""
+    """The time of one of many launches in a CUDA graph, in several tries.
+
+    The GPU is kept busy while a try is queued, and a launch before it lets all ranks begin together.
+
+    Args:
+        run: Launches a collective once.
+        launches: How many are timed together.
+
+    Returns:
+        The times of this rank.
+    """
     torch.cuda.synchronize()
     dist.barrier()
     graph = torch.cuda.CUDAGraph()
@@ -145,12 +154,28 @@ def graph_times_us(run: Callable[[], None], launches: int) -> list[float]:
     for _ in range(TRIES):
         dist.barrier()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(QUEUED_CYCLES)  # type: ignore[attr-defined]
+        run()
         begin.record()
         graph.replay()
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / launches)
     return times
+
+
+def slowest(times: list[float]) -> list[float]:
+    """The times of the slowest rank in every try, sorted."""
+    found = torch.tensor(times)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return sorted(found.tolist())
+
+
+def anybody(says: bool) -> bool:
+    """Whether any rank says so."""
+    found = torch.tensor(float(says))
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found.item())
 
 
 def join_gpus() -> int:

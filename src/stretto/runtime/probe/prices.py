@@ -16,8 +16,10 @@ from ...simulator import Runtime
 from ...simulator.runtime_fit import RuntimeFit, RuntimeRow, fit_runtime
 from ...simulator.runtimes import PRESETS
 from .bench import BenchCase, best_cases
+from .gpu_prices import GPU_RUNTIMES
 
 EXECUTOR = "executor"
+MEASURABLE = (EXECUTOR, *GPU_RUNTIMES)
 KINDS = ("all_reduce", "all_gather", "all_to_all")
 FREE = ("launch_us", "instruction_us", "signal_us", "handover_us", "copy", "reduce")
 MOST = 6
@@ -36,15 +38,9 @@ class MeasuredPrices:
 
 
 def check_measurable(runtime: str) -> None:
-    """Refuse runtimes whose prices no bench measures here; raises `InvalidInput`."""
-    if runtime == EXECUTOR:
-        return
-    if runtime in PRESETS or runtime.startswith(("stretto-gpu", "mscclpp")):
-        raise InvalidInput(
-            f"--runtime: {runtime} is not measured by this command, only {EXECUTOR} (on CPUs) is; "
-            "prices of GPU runtimes are fitted to times of a GPU by `stretto runtime fit`"
-        )
-    raise unknown("runtime to measure", runtime, (EXECUTOR,))
+    """Refuse runtimes whose prices no bench measures; raises `InvalidInput`."""
+    if runtime not in MEASURABLE:
+        raise unknown("runtime to measure", runtime, MEASURABLE)
 
 
 def price_cases(cluster: Cluster, *, channels: Sequence[str], sizes: Sequence[int]) -> list[tuple[BenchCase, ...]]:

@@ -109,7 +109,7 @@ class GpuSelector:
         fused = fuse(program, protocol="ll" if packets else "simple")
         whole = -(-nbytes // (ELEMENT * program.collective.num_chunks)) * program.collective.num_chunks
         sizes = chunk_elements(program.collective, whole, VECTOR_BYTES // ELEMENT)
-        blocks = block_count(fused, sizes, ELEMENT, min(MAX_BLOCKS, self._price.max_blocks or MAX_BLOCKS))
+        blocks = block_count(fused, sizes, ELEMENT, min(MAX_BLOCKS, self._price.blocks_on(cluster) or MAX_BLOCKS))
         return fused_time_us(fused, cluster, nbytes=max(nbytes, 1), blocks=blocks, runtime=self._price)
 
     def _names(self, kind: str) -> Iterable[str]:
