@@ -23,8 +23,12 @@ LIMIT_S = 150.0
 Launch = Callable[..., list[Any]]
 
 
-def start_ranks(folder: Path, ranks: int, arguments: Sequence[str], lost: Sequence[int] = ()) -> list[Any]:
-    """Every rank in a process of its own; what each reports, but for those that are `lost` on purpose."""
+def start_ranks(
+    folder: Path, ranks: int, arguments: Sequence[str], lost: Sequence[int] = (), job: str = "gpu_programs_job.py"
+) -> list[Any]:
+    """Every rank of a job of tests/jobs in a process of its own; what each reports, but for those that are `lost` on
+    purpose.
+    """
     assert torch.cuda.is_available(), "make test-gpu needs a GPU and a PyTorch that sees it"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -38,7 +42,7 @@ def start_ranks(folder: Path, ranks: int, arguments: Sequence[str], lost: Sequen
     for rank in range(ranks):
         # Several ranks on one GPU work with NCCL when each believes to be on a host of its own.
         mine = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "NCCL_HOSTID": f"rank{rank}"}
-        command = [sys.executable, str(JOBS / "gpu_programs_job.py"), str(folder), *arguments]
+        command = [sys.executable, str(JOBS / job), str(folder), *arguments]
         with (folder / f"out-{rank}").open("wb") as out:
             processes.append(
                 subprocess.Popen(command, env=mine, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gpu_emulation import EmulatedCall, EmulatedGpu
 from numpy.typing import NDArray
 
@@ -16,6 +19,7 @@ from stretto.resharding import UnitTask, plan_reshard, plan_tensors
 from stretto.resharding.spec import Layout, Mesh, Spec
 from stretto.resharding.tasks import Tensor, decompose
 from stretto.resharding.tensors.carrier import _gpu_switch
+from stretto.resharding.tensors.movers import GpuMover
 from stretto.resharding.tensors.rounds import streams_of
 from stretto.runtime.gpu.encode import chunk_elements
 
@@ -83,3 +87,15 @@ def test_many_receivers_are_served_by_a_chain_and_not_by_their_holder_alone() ->
     assert plan.program is not None
     sent = int((plan.program.src == 0).sum()) / plan.program.num_transfers
     assert sent < 0.3 and plan.ratio < 1.3
+
+
+def test_a_pending_sum_gives_the_engine_elements_and_not_bytes() -> None:
+    ran: list[tuple[torch.dtype, int]] = []
+    gpu = SimpleNamespace(run_program=lambda loaded, *given: ran.extend((t.dtype, t.numel()) for t in given))
+    carrier: Any = SimpleNamespace(group=SimpleNamespace(gpu=gpu))
+    nothing: Any = None
+    mover = GpuMover(
+        carrier=carrier, plan=nothing, handle=None, dtype=torch.float32, op="sum", loaded=SimpleNamespace(number=0)
+    )
+    mover.start(torch.zeros(64, dtype=torch.uint8), torch.zeros(32, dtype=torch.uint8)[:0])
+    assert ran == [(torch.float32, 16), (torch.float32, 0)]

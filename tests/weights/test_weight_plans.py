@@ -13,6 +13,9 @@ import pytest
 
 from stretto import Cluster, InvalidInput
 from stretto.resharding import load_plan, save_plan
+from stretto.resharding.bundles import Bundle
+from stretto.resharding.hosts import Hosts
+from stretto.resharding.rails import relay_shares
 from stretto.weights import MODELS, ModelShapes, ModelTensor, ParallelDegrees, model_shapes, plan_weights
 
 DEVICES = tuple(range(16))
@@ -93,6 +96,38 @@ def test_stages_have_their_layers_and_every_byte_is_planned() -> None:
     wanted = sum(t.nbytes * len(t.receivers) for t in plan.reshard.tasks)
     copied = sum(2 * t.parameters * (8 if t.role == "replicated" else 1) for t in plan.model.tensors)
     assert wanted == copied
+
+
+def test_groups_pass_on_no_more_than_the_busiest_holder_needs() -> None:
+    boxes = Cluster.preset("dgx_h100", nodes=4)
+    hosts = Hosts.of(boxes, range(32))
+
+    def bundle(holder: int, nbytes: int) -> Bundle:
+        wanted = (16, 24)
+        return Bundle(
+            tasks=(0,), nbytes=nbytes, holders=((holder,),), receivers=wanted, missing=wanted, align=1, reduction=""
+        )
+
+    rate = hosts.send_bytes_per_us[hosts.group[0]]
+    first, second = relay_shares([bundle(0, 600), bundle(8, 200)], hosts, 900 / rate)
+    # The first host would send 1,200 bytes by itself; 900 are as many as each of the others receives.
+    homes = hosts.group[0], hosts.group[8]
+    assert first[homes[0]] == pytest.approx(0.75, abs=1e-3) and sum(first.values()) == pytest.approx(1, abs=1e-2)
+    assert second == {homes[1]: pytest.approx(1.0)}
+
+
+def test_what_a_rack_shares_goes_round_it_as_a_tree_and_the_plan_is_near_the_bound() -> None:
+    racks = Cluster.load("gb200_nvl72:4,trays=2")
+    found = plan_weights("deepseek-v3", trainer="pp=4,dp=4,ep=4", server="tp=4,dp=4", cluster=racks, dtype="fp8")
+    assert found.ratio < 1.05
+    program, depth = found.reshard.program, dict[tuple[int, int], int]()
+    assert program is not None
+    for at in range(program.num_transfers):
+        (chunk,) = program.chunk[program.chunk_ptr[at] : program.chunk_ptr[at + 1]].tolist()
+        here, there = (chunk, int(program.src[at])), (chunk, int(program.dst[at]))
+        depth[there] = depth.get(here, 0) + 1
+    # Out of one rack, into another and a third, and in each to eight devices; a chain would be 18 long.
+    assert max(depth.values()) <= 10
 
 
 TINY = ModelShapes(

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,17 +24,18 @@ from .bundles import Bundle, Hop, Route, Router, cut_for
 from .dense import dense_order
 from .hosts import Hosts
 from .moves import Moves
-from .rails import RailRouter, holders_alone_us
+from .rails import RailRouter, holders_alone_us, relay_shares
 
 GOOD_ENOUGH = 1.007
 """The multiple of the bound at which the search stops."""
+CLOSE, FEW_HOPS = 1.1, 50_000
+"""Once so many hops are simulated, chains are not tried after paired ports that are this close to the bound."""
 FANS = (1, 2, 4)
 URGENCIES = ("far_first", "side_by_side")
 PACES = ("", "as it arrives", "paced")
 """Orders that are tried: that of the model; hops passed on in the order of arrival; and sends that also wait for the
 messages that arrive before them in the model."""
-DIRECT = ((2.0, True), (4.0, False), (1.0, False))
-"""How much more holders send than groups that pass on, where devices have a port each, and what is kept even."""
+RAILS = ("holders send", "others pass some on")
 DIRECT_LOAD = 1.02
 """The multiple of the bound up to which holders alone may be busy, where devices have a port each."""
 LATENCY_SHARE = 0.02
@@ -57,7 +57,7 @@ class BalancedProgram:
     model_us: float
     how: str
     worst_us: float
-    """The longer of the program's times with fair and with fifo links."""
+    """The longer of the program's times with fair and with fifo links; with paired ports that with fair links."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,6 +97,8 @@ def best_program(
 ) -> BalancedProgram:
     """The best program of several ways to route and order the chunks, each simulated with both kinds of contention.
 
+    Paired ports are NICs, which serve their connections in turn: such programs are simulated with fair links alone.
+
     Args:
         whole: the bundles, not yet cut into chunks; at least one must have to move.
         cluster: the cluster, for simulations.
@@ -108,12 +110,15 @@ def best_program(
     Returns:
         The program with the least worst-case time, and its bundles cut into chunks.
     """
-    contentions = ("fair",) if default_contention(cluster) == "fair" else ("fair", "fifo")
+    both = ("fair",) if default_contention(cluster) == "fair" else ("fair", "fifo")
     best: BalancedProgram | None = None
     tried = 0
     for way in _ways(whole, hosts, bound_us):
-        router, busiest_us = _router(way, whole, hosts)
-        bundles = cut_for(whole, hosts, max(busiest_us, bound_us), relayed=way.direct > 0)
+        if best is not None and not way.rails and tried > FEW_HOPS and best.worst_us <= CLOSE * bound_us:
+            return best
+        contentions = both[:1] if way.rails else both
+        router, busiest_us = _router(way, whole, hosts, bound_us)
+        bundles = cut_for(whole, hosts, max(busiest_us, bound_us), relayed=bool(way.rails))
         collective = Reshard(tuple(rank), [b.piece(rank) for b in bundles])
         hops = _hops(bundles, router, hosts, rank)
         planned = dense_order(
@@ -121,7 +126,7 @@ def best_program(
             urgency=hops.urgency(way.urgency),
         )  # fmt: skip
         start, end = planned
-        for pace in PACES[:1] if way.direct else PACES:
+        for pace in PACES[:1] if way.rails else PACES:
             order = np.lexsort((np.arange(len(start)), start))
             program = _program(hops, order, rank, collective)
             if pace == "paced":
@@ -151,15 +156,14 @@ class BalanceOptions:
     relay: bool
     ring: bool
     urgency: str
-    direct: float = 0.0
-    """Where each device's port serves its whole group, how much more holders send than others; 0 for other ways."""
+    rails: str = ""
+    """Where each device's port serves its whole group, who sends to other groups, one of `RAILS`; else empty."""
     even: bool = False
     """Whether ports send equally much to each group, or the sum of both ends is kept even."""
 
     def __str__(self) -> str:
-        if self.direct:
-            who = "holders send" if self.direct == inf else f"holders send {self.direct:g}x as much as others"
-            return f"paired ports, {'even' if self.even else 'by load'}, {who}"
+        if self.rails:
+            return f"paired ports, {'even' if self.even else 'by load'}, {self.rails}"
         ring, lent = "ring" if self.ring else "least loaded", ", ports lent" * self.relay
         return f"fan {self.fan}, {ring}, {self.urgency.replace('_', ' ')}{lent}"
 
@@ -169,8 +173,10 @@ def _ways(bundles: Sequence[Bundle], hosts: Hosts, bound_us: float) -> Iterator[
     depth = max(len(hosts.groups(b.missing)) for b in bundles)
     if hosts.several_ports and not any(b.reduction for b in bundles):
         alone = holders_alone_us(bundles, hosts) <= bound_us * DIRECT_LOAD
-        for direct, even in ((inf, True), (inf, False), *DIRECT) if alone else DIRECT:
-            yield BalanceOptions(fan=1, relay=True, ring=True, urgency="side_by_side", direct=direct, even=even)
+        for even in (True, False):
+            yield BalanceOptions(
+                fan=1, relay=True, ring=True, urgency="side_by_side", rails=RAILS[not alone], even=even
+            )
     fans = {1}
     if depth > 1 and depth * hosts.alpha_us > LATENCY_SHARE * bound_us:
         fans |= {fan for fan in FANS if fan < depth} | {depth}
@@ -180,10 +186,13 @@ def _ways(bundles: Sequence[Bundle], hosts: Hosts, bound_us: float) -> Iterator[
         yield BalanceOptions(fan=fan, relay=relay, ring=ring, urgency=urgency)
 
 
-def _router(way: BalanceOptions, bundles: Sequence[Bundle], hosts: Hosts) -> tuple[Router | RailRouter, float]:
+def _router(
+    way: BalanceOptions, bundles: Sequence[Bundle], hosts: Hosts, bound_us: float
+) -> tuple[Router | RailRouter, float]:
     """The router of one way, and the load of the busiest sender in us."""
-    if way.direct:
-        return RailRouter(hosts, direct=way.direct, even=way.even), 0.0
+    if way.rails:
+        passing = relay_shares(bundles, hosts, bound_us) if way.rails == RAILS[1] else ()
+        return RailRouter(hosts, shares=passing, even=way.even), 0.0
     shares, busiest_us = sender_shares(bundles, hosts, relay=way.relay)
     return Router(hosts, shares, fan=way.fan, relay=way.relay, ring=way.ring), busiest_us
 

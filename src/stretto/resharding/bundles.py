@@ -18,6 +18,8 @@ from .tasks import UnitTask
 MAX_CHUNKS = 1024
 MAX_HOPS = 40_000
 """The largest number of hops that is planned and simulated in seconds; beyond it chunks become larger."""
+FEW_CHUNKS = 80
+"""With fewer chunks than this a port cannot share its work evenly: twice as many hops are planned then."""
 MAX_MESSAGES = 1 << 22
 RELAYED = 1
 """About how many hops a chunk takes in each group beside those to devices that want it, where ports serve a group."""
@@ -119,7 +121,10 @@ def cut_for(bundles: Sequence[Bundle], hosts: Hosts, busy_us: float, *, relayed:
     rate = min(hosts.slowest, 1e9)
     relays = {at: RELAYED * len(hosts.groups(b.missing)) if relayed else 0 for at, b in enumerate(bundles)}
     hop_bytes = sum(b.nbytes * max(1, len(b.missing) + len(b.holders) - 1 + relays[at]) for at, b in enumerate(bundles))
-    chunk_bytes = max(busy_us * rate / count, hop_bytes / MAX_HOPS, 1.0)
+    best = max(busy_us * rate / count, 1.0)
+    chunk_bytes = max(best, hop_bytes / MAX_HOPS)
+    if relayed:
+        chunk_bytes = min(chunk_bytes, max(best, busy_us * rate / FEW_CHUNKS, hop_bytes / (2 * MAX_HOPS)))
     pieces = [b.cut(math.ceil(b.nbytes / chunk_bytes) if b.missing else 1) for b in bundles]
     check_messages(pieces)
     return pieces

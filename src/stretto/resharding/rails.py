@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from math import inf
 
-from .balance import balance
+from .balance import LIMIT_S, balance
 from .bundles import Bundle, Hop, Route
 from .hosts import Hosts
 
+RELAY_COST = 1e-3
+"""What passing on costs beside the time of the busiest group: enough to pass on no more than that time needs."""
+LEAST_SHARE = 1e-3
+FAN = 2
+"""To how many devices of its group a device passes a chunk on: a chain of 64 devices is as late as 64 hops."""
 NEARER = 0.75
 """By how many chunks a port may be ahead of another before a chunk leaves by a device that lacks it."""
 
@@ -26,19 +30,23 @@ Have = dict[int, int]
 class RailRouter:
     """Chooses groups and ports for every chunk so that those of the same group are loaded alike.
 
-    A group that wants a chunk gets it from a group that holds it, or from one that has got it before. With `direct` 1
-    the group that has sent the least sends next; larger values let holders send that much more than groups that pass
-    on, which makes ways shorter; with infinity holders alone send. With `even` each port sends as much to a
-    group as the others of its own; else the sum of what both ports of a pair have to do is kept even.
+    A group that wants a chunk gets it from a group that holds it, or from one that has got it before. `shares` has for
+    each bundle the share of its copies that each group sends (`relay_shares`); without them holders alone send. With
+    `even` each port sends as much to a group as the others of its own; else the sum of what both ports of a pair have
+    to do is kept even.
     """
 
-    def __init__(self, hosts: Hosts, *, direct: float = inf, even: bool = False) -> None:
-        self.hosts, self.direct, self.even = hosts, direct, even
+    def __init__(self, hosts: Hosts, *, shares: Sequence[dict[int, float]] = (), even: bool = False) -> None:
+        self.hosts, self.shares, self.even = hosts, shares, even
         self._load: dict[int, float] = defaultdict(float)
         """Microseconds of each port; a port that sends and one that receives are different links."""
         self._sent: dict[tuple[int, int], float] = defaultdict(float)
         """Microseconds that each port sends to each group."""
         self._group_sent: dict[int, float] = defaultdict(float)
+        self._owed: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        """Bytes that each group should still send, for bundles that share one set of shares."""
+        self._passed: dict[int, float] = defaultdict(float)
+        """Bytes that each device has passed on inside its group."""
         self._partners: dict[tuple[int, int], int] = {}
         self._turn = 0
         self._doors: dict[tuple[int, int], list[int]] = {}
@@ -66,10 +74,10 @@ class RailRouter:
                 before += sizes[at]
         found: list[list[Route]] = [[] for _ in bundles]
         for _, _, number in sorted(turns):
-            found[number].append(self._copy(bundles[number]))
+            found[number].append(self._copy(bundles[number], self.shares[number] if self.shares else {}))
         return found
 
-    def _copy(self, bundle: Bundle) -> Route:
+    def _copy(self, bundle: Bundle, shares: dict[int, float]) -> Route:
         size = bundle.nbytes / bundle.chunks
         group = self.hosts.group
         has: dict[int, Have] = defaultdict(dict)
@@ -81,25 +89,24 @@ class RailRouter:
         homes = list(has)
         hops: list[Hop] = []
         for g in [g for g in wanting if g in has]:
-            self._spread(hops, has[g], wanting[g])
+            self._spread(hops, has[g], wanting[g], size)
         far = [g for g in wanting if g not in homes]
         at = self._turn % max(len(far), 1)
         self._turn += 1
-        passing: list[int] = []
-        for g in far[at:] + far[:at]:
-            sender = self._sender(homes, passing)
+        owed = self._owed[id(shares)]
+        for g, share in shares.items():
+            owed[g] += share * size * len(far)
+        able = homes
+        # Groups that should pass a chunk on get it first.
+        for g in sorted(far[at:] + far[:at], key=lambda g: -owed[g]) if shares else far[at:] + far[:at]:
+            sender = max(able, key=lambda g: (owed[g], -self._group_sent[g], -g))
+            owed[sender] -= size
             self._cross(hops, (sender, has[sender]), (g, has[g]), size)
-            self._spread(hops, has[g], wanting[g])
+            self._spread(hops, has[g], wanting[g], size)
             self._group_sent[sender] += size / self.hosts.send_bytes_per_us[sender]
-            passing.append(g)
+            if shares.get(g, 0.0) > 0:
+                able = [*able, g]
         return tuple(hops)
-
-    def _sender(self, homes: Sequence[int], passing: Sequence[int]) -> int:
-        """The group that sends the next copy of a chunk."""
-        sent = self._group_sent
-        home = min(homes, key=lambda g: (sent[g], g))
-        other = min(passing, key=lambda g: (sent[g], g), default=home)
-        return home if sent[home] <= self.direct * sent[other] or self.direct == inf else other
 
     def _cross(self, hops: list[Hop], sender: tuple[int, Have], target: tuple[int, Have], size: float) -> None:
         """Add the hop between two groups, and one before it if the chunk leaves by another device than has it."""
@@ -146,14 +153,18 @@ class RailRouter:
             self._partners[key] = entries[exits.index(leave) * len(entries) // len(exits)]
         return self._partners[key]
 
-    def _spread(self, hops: list[Hop], have: Have, devices: Sequence[int]) -> None:
-        """Pass a chunk from device to device inside a group, beginning with one that has it."""
-        last = next(reversed(have))
-        for device in devices:
-            if device not in have:
-                hops.append(Hop(src=last, dst=device, parent=have[last]))
-                have[device] = len(hops) - 1
-                last = device
+    def _spread(self, hops: list[Hop], have: Have, devices: Sequence[int], size: float) -> None:
+        """Pass a chunk on inside a group as a tree, beginning with the device that got it last.
+
+        Devices that have passed the least on so far stand in the middle of the tree, so that all of them send alike.
+        """
+        passed = self._passed
+        order = [next(reversed(have)), *sorted((d for d in devices if d not in have), key=lambda d: (passed[d], d))]
+        for at, device in enumerate(order[1:]):
+            sender = order[at // FAN]
+            passed[sender] += size
+            hops.append(Hop(src=sender, dst=device, parent=have[sender]))
+            have[device] = len(hops) - 1
 
 
 def holders_alone_us(bundles: Sequence[Bundle], hosts: Hosts) -> float:
@@ -163,3 +174,49 @@ def holders_alone_us(bundles: Sequence[Bundle], hosts: Hosts) -> float:
         near = frozenset(hosts.groups(b.holders[0]))
         amounts[near] += b.nbytes * sum(g not in near for g in hosts.groups(b.missing))
     return balance(amounts, hosts.send_bytes_per_us)[1]
+
+
+def relay_shares(bundles: Sequence[Bundle], hosts: Hosts, bound_us: float) -> list[dict[int, float]]:
+    """The share of each bundle's copies that each group should send, so that the busiest group is done soonest.
+
+    Groups that hold a bundle send at least one copy; of the others, groups that want it may pass some on, as few as the
+    least time allows.
+
+    Args:
+        bundles: the bundles.
+        hosts: groups and ports of the devices.
+        bound_us: no resharding is faster, so groups need not send less than this takes.
+
+    Returns:
+        For each bundle its share per group, the same object for bundles between the same groups.
+    """
+    from ..solvers.milp import Milp, solve
+
+    amounts: dict[tuple[frozenset[int], frozenset[int]], float] = defaultdict(float)
+    keys = []
+    for b in bundles:
+        near = frozenset(hosts.groups(b.holders[0]))
+        keys.append((near, frozenset(hosts.groups(b.missing)) - near))
+        amounts[keys[-1]] += b.nbytes
+    model = Milp()
+    busiest = model.column(cost=1.0, lower=1.0)
+    terms: dict[int, dict[int, float]] = defaultdict(dict)
+    columns: dict[tuple[frozenset[int], frozenset[int]], dict[int, int]] = {}
+    for (near, far), nbytes in amounts.items():
+        if not far:
+            continue
+        mine = columns[near, far] = {}
+        for group in sorted(near | (far if len(far) > 1 else frozenset())):
+            us = nbytes * len(far) / hosts.send_bytes_per_us[group] / bound_us
+            mine[group] = model.column(upper=1.0, cost=0.0 if group in near else RELAY_COST * us)
+            terms[group][mine[group]] = us
+        model.row(dict.fromkeys(mine.values(), 1.0), lower=1.0, upper=1.0)
+        model.row({mine[group]: 1.0 for group in near}, lower=1.0 / len(far))
+    for _, row in sorted(terms.items()):
+        model.row({**row, busiest: -1.0}, upper=0.0)
+    values = solve(model, limit_s=LIMIT_S).values if columns else None
+    shares: dict[tuple[frozenset[int], frozenset[int]], dict[int, float]] = {key: {} for key in amounts}
+    if values is not None:
+        for key, mine in columns.items():
+            shares[key] = {group: float(values[c]) for group, c in mine.items() if values[c] > LEAST_SHARE}
+    return [shares[key] for key in keys]

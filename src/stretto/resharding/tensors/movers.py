@@ -167,7 +167,8 @@ class GpuMover(Mover):
     def start(self, packed: torch.Tensor, unpacked: torch.Tensor) -> Callable[[Check], None]:
         """Put the program onto the current stream."""
         gpu = self.carrier.group.gpu
-        gpu.run_program(self.loaded, packed, unpacked)
+        # The engine counts elements, where buffers count bytes.
+        gpu.run_program(self.loaded, packed.view(self.dtype), unpacked.view(self.dtype))
         if self.op == "avg" and len(unpacked):
             unpacked.view(self.dtype).div_(len(self.plan.tasks[0].holders))
         return lambda check: check()

@@ -121,7 +121,11 @@ class RoundBuffers:
             return whole[begin : begin + nbytes]
         where = device or self._gpu or torch.device("cpu")
         if not self._keep:
-            return torch.empty(nbytes, dtype=torch.uint8, device=where)
+            found = torch.empty(nbytes, dtype=torch.uint8, device=where)
+            if self._gpu is not None:
+                # Programs read it on another stream than it was made on, and nobody holds it until they have.
+                found.record_stream(self._lanes[1])
+            return found
         key = (side, slot, str(where))
         if key not in self._kept:
             self._kept[key] = torch.empty(self._sizes[side], dtype=torch.uint8, device=where)

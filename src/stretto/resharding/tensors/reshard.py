@@ -213,6 +213,7 @@ def _run(
     holds = me in transfer.moves[0].src.ranks and not dst.empty
     source = local_of(tensor) if holds and tensor is not None else None
     sources, targets = [source], [local if here and local.numel() else None]
+    transfer.record_streams(sources, targets)
     transfer.copy_here(sources, targets)
     # On GPU memory a tensor may take several rounds, all of which are queued at once; else there is one.
     finishes = [transfer.start(at, sources, targets) for at in range(len(transfer.rounds))]

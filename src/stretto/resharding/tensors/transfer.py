@@ -230,6 +230,15 @@ class Transfer:
             self._buffers.begin()
         return self._start(self.rounds[number], number, sources, targets, None)
 
+    def record_streams(self, sources: Tensors, targets: Tensors) -> None:
+        """Tell PyTorch's allocator which streams use tensors that the caller may let go of before they have."""
+        if self.gpu is not None:
+            packing, moving, unpacking = self.carrier.lanes(self.gpu)
+            for tensors, streams in ((sources, (packing, moving)), (targets, (unpacking,))):
+                for tensor in tensors:
+                    for stream in streams if tensor is not None and tensor.is_cuda else ():
+                        tensor.record_stream(stream)
+
     def catch_up_packing(self) -> None:
         """Let the caller's stream of the GPU wait until all rounds that were started have read the sources."""
         self._buffers.catch_up_packing()

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights and reshardings of CUDA tensors between ranks on one GPU or several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from conftest import start_ranks
+
+JOB = "weights_job.py"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_generated_state_dicts_and_tensors_arrive_bit_for_bit(tmp_path: Path, ranks: int) -> None:
+    names = ["generated", "resharded", "overlapped", "deltas"]
+    for told in start_ranks(tmp_path, ranks, ["cuda", str(ranks), "2", *names], job=JOB):
+        assert [told[name]["wrong"] for name in names] == [[], [], [], []] and told["generated"]["routes"] == ["gpu"]
+
+
+def test_the_same_through_pinned_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRETTO_GPU", "off")
+    for told in start_ranks(tmp_path, 4, ["cuda", "4", "3", "generated", "overlapped"], job=JOB):
+        assert told["generated"]["wrong"] == told["overlapped"]["wrong"] == []
+        assert told["generated"]["routes"] == ["pinned"]
+
+
+def test_a_trainer_that_dies_leaves_servers_on_the_version_before(tmp_path: Path) -> None:
+    for told in start_ranks(tmp_path, 4, ["cuda", "4", "1", "dies"], lost=[0], job=JOB):
+        assert told["dies"]["kept"] and told["dies"]["said"].startswith("PeerLost")
