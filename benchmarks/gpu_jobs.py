@@ -33,8 +33,8 @@ RANK = Path(__file__).with_name("gpu_jobs_rank.py")
 STEPS, ALONE, GLOO = 320, 60, 12
 """Iterations: under `stretto run` at most, of the script alone, and with gloo."""
 WARM = 5
-LEAST_S = 5.0
-"""A run with less time than this is not begun."""
+LEAST_S, END_S = 5.0, 5.0
+"""A run with less time than this is not begun; a run under `stretto run` ends so long before its limit, if it can."""
 DRAWS = 2000
 
 
@@ -100,6 +100,8 @@ def under(model: str, backend: str, args: Any, where: Path) -> tuple[list[dict[s
     more = {"STRETTO_CARRIER": "gloo"} if backend == "cpu" else {}
     (where / "plans").mkdir(mode=0o700, exist_ok=True)
     more["STRETTO_PLANS"] = str(where / "plans")
+    limit_s = min(args.limit, args.until - time.monotonic())
+    more["DEADLINE"] = str(time.time() + limit_s - END_S)
     wrong = run(command, args, where / "run.log", BACKEND=backend, PAIRS=str(args.pairs), **more)
     status: dict[str, Any] = {}
     if (where / "run.json").exists():

@@ -26,8 +26,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-BLOCK, TRIAL = 12, 20
+BLOCK, TRIAL = 8, 20
 """Iterations under the plan between two trials, and of a trial."""
+LOOK = 16
+"""Iterations between two looks at the clock while there is no plan."""
 LITTLE = os.environ.get("BACKEND") == "cpu"
 WIDTH, LAYERS, BATCH, SEQUENCE, VOCABULARY = (128, 2, 1, 16, 512) if LITTLE else (256, 4, 8, 128, 2048)
 TABLES, ROWS, EMBEDDED, SAMPLES, DENSE = (10, 100, 16, 256, 256) if LITTLE else (10, 1000, 64, 2048, 1024)
@@ -220,6 +222,7 @@ class Pairs:
     def __init__(self, count: int) -> None:
         self._count = count
         self.first = -1
+        self._deadline_s, self._looked_s = float(os.environ.get("DEADLINE", "inf")), time.time()
 
     def runs(self, step: int) -> str:
         """What runs the iteration that begins: "recording", "own", "backend", "plan" or, in a trial, who instead."""
@@ -245,8 +248,19 @@ class Pairs:
         return f"trial {side}" if trial.counts(enforcer._iteration) else "change"
 
     def done(self, step: int) -> bool:
-        """Whether enough pairs were measured."""
-        return self.first >= 0 and step - self.first >= self._count * (BLOCK + TRIAL)
+        """Whether enough pairs were measured, or the time is over: rank 0 decides, where a pair ends."""
+        if self.first >= 0 and step - self.first >= self._count * (BLOCK + TRIAL):
+            return True
+        every, begin = (BLOCK + TRIAL, self.first) if self.first >= 0 else (LOOK, 0)
+        if "DEADLINE" not in os.environ or step == begin or (step - begin) % every:
+            return False
+        store: Any = dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 0:
+            # One more pair takes as long as the last.
+            late = time.time() + (time.time() - self._looked_s if self.first >= 0 else 0.0) > self._deadline_s
+            self._looked_s = time.time()
+            store.set(f"late/{step}", str(int(late)))
+        return bool(store.get(f"late/{step}") == b"1")
 
 
 def main() -> None:
