@@ -33,6 +33,7 @@ from .lost_ranks import DelegatedCall, LostRanks, explain_meeting
 from .meeting import Meeting, agree, card, meet
 from .own_backend import OWN_BACKEND
 from .own_backend import WHY as OWN_WHY
+from .queued_work import QueuedWork
 from .recording import LEDGER, current
 from .selection import Selector, rules
 from .torch_versions import group_method, set_sequence_number, with_older_names
@@ -448,7 +449,8 @@ class StrettoGroup(Base):  # type: ignore[misc]
 
         def plainly(*, own: bool | None = None) -> dist.Work:
             # The enforcer looks into waits that take long, for which it needs a work of ours.
-            return self._run_plainly(call, method, args, tensors, opts, as_ours=own is None, own=own)
+            work: Any = self._run_plainly(call, method, args, tensors, opts, as_ours=own is None, own=own)
+            return work if work is not None else QueuedWork(call.device)
 
         def run() -> dist.Work:
             enforcer = CURRENT.enforcer
@@ -472,7 +474,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
     ) -> dist.Work:
         """On the executor or, if `own` or what runs now says so, on the backend that the job asked for.
 
-        With `as_ours` that one's work comes inside of one of ours.
+        With `as_ours` that one's work comes inside of one of ours. NCCL gives none for a call that blocks.
         """
         if (OWN_BACKEND.runs if own is None else own) and OWN_BACKEND.serves(call.device.type):
             if as_ours or not self.alone or self.coalescing:
