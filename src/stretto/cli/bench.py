@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -126,7 +127,7 @@ def bench(
         files.tell(f"stretto plan -w WORKLOAD -c {cluster} --costs {target}")
 
 
-def _measured_on_gpus(runtime: str, cluster: Cluster, sizes: list[int], budget_s: float, name: str) -> GpuPrices:
+def _measured_on_gpus(runtime: str, cluster: Cluster, sizes: Sequence[int], budget_s: float, name: str) -> GpuPrices:
     """Time plans on this job's GPUs, and fit prices to the times."""
     import torch
     import torch.distributed as dist

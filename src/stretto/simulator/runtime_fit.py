@@ -128,7 +128,8 @@ class _Fit:
         return {name: exp(value) for name, value in zip(self._free, logs.tolist(), strict=True)}
 
     def _errors(self, logs: np.ndarray) -> np.ndarray:
-        return np.log(np.maximum(self._timed.ratios(_with(self._start, self.prices(logs))), 1e-12))
+        ratios = self._timed.ratios(_with(self._start, self.prices(logs)))
+        return np.asarray(np.log(np.maximum(ratios, 1e-12)))
 
     def descended(self, logs: np.ndarray) -> np.ndarray:
         """All prices at once along what each of them changes: least squares, where large errors weigh less."""
@@ -219,7 +220,7 @@ class _Times:
             for events, before, starts in self._levels:
                 done[events] += np.maximum.reduceat(done[before], starts)
             found[[at for at, _ in self._free]] = np.maximum.reduceat(done, self._ends)
-        return found / self._measured
+        return np.asarray(found / self._measured)
 
 
 def _graph(row: RuntimeRow, start: Runtime) -> PriceGraph:

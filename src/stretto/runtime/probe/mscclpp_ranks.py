@@ -154,7 +154,7 @@ def graph_times_us(run: Callable[[], None], launches: int) -> list[float]:
     for _ in range(TRIES):
         dist.barrier()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(QUEUED_CYCLES)  # type: ignore[attr-defined]
+        torch.cuda._sleep(QUEUED_CYCLES)  # type: ignore[no-untyped-call]
         run()
         begin.record()
         graph.replay()
