@@ -331,6 +331,71 @@ def training() -> dict[str, Any]:
     return found
 
 
+def pool() -> dict[str, Any]:
+    """DDP with buckets and FSDP2 with buffers in symmetric memory, beside the same without: losses, places and times."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    device, world = device_of(), dist.get_world_size()
+    group: Any = dist.group.WORLD
+    mesh = init_device_mesh("cuda", (world,))
+    found: dict[str, Any] = {}
+    for how in ("ddp", "ddp in pool", "fsdp", "fsdp in pool"):
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(1024, 1024) for _ in range(24)]
+        model: Any = torch.nn.Sequential(*layers).to(device)
+        os.environ["DDP_DISABLE_COMM_MEM"] = "0" if "pool" in how else "1"
+        before = set(group.gpu._ready)
+        if "ddp" in how:
+            model = DistributedDataParallel(model, device_ids=[device.index], gradient_as_bucket_view=True)
+        else:
+            for layer in model:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            if "pool" in how:
+                found["modules"] = stretto.torch.symmetric_buffers(model, 128 << 20)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        data = torch.randn(8, 1024, generator=torch.Generator().manual_seed(dist.get_rank())).to(device)
+        losses, times = [], []
+        for _ in range(12):
+            torch.cuda.synchronize()
+            dist.barrier()
+            began = time.perf_counter()
+            loss = (model(data) - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+            losses.append(float(loss.detach()))
+        texts = [ready[2] for key, ready in group.gpu._ready.items() if key not in before]
+        found[how] = {
+            "losses": losses, "in_pool": sum("in memory" in text and "pool" in text for text in texts),
+            "elsewhere": [text for text in texts if "pool" not in text], "ms": round(sorted(times)[6] * 1e3, 2),
+        }  # fmt: skip
+    found["collectives_us"] = {name: round(us, 1) for name, us in _bucket_times(world, device).items()}
+    found["held"] = stretto.torch.gpu_held_bytes()
+    return found
+
+
+def _bucket_times(world: int, device: torch.device) -> dict[str, float]:
+    """A bucket of 25 MiB as DDP reduces it, in symmetric memory and elsewhere; us of one of 20 calls."""
+    took = {}
+    shared = stretto.torch.symmetric_empty(25 << 18, device=device)
+    for name, tensor in (("symmetric", shared), ("elsewhere", torch.zeros(25 << 18, device=device))):
+        tensor.zero_()
+        for calls in (3, 20):
+            torch.cuda.synchronize()
+            dist.barrier()
+            began = time.perf_counter()
+            for _ in range(calls):
+                dist.all_reduce(tensor)
+            torch.cuda.synchronize()
+            took[name] = (time.perf_counter() - began) * 1e6 / calls
+    return took
+
+
 def fault(how: str, seed: str = "0") -> dict[str, Any]:
     """The last rank does something; what the others get, how long it took, and whether their GPU still works."""
     rank, world, device = dist.get_rank(), dist.get_world_size(), device_of()
@@ -375,7 +440,7 @@ def main() -> None:
     dist.init_process_group("stretto", timeout=limit)
     scenarios: dict[str, Any] = {
         "every_kind": every_kind, "delegated": delegated, "streams": streams_and_works, "graphs": graphs,
-        "training": training, "fault": fault, "symmetric": symmetric,
+        "training": training, "fault": fault, "symmetric": symmetric, "pool": pool,
         "random": lambda *numbers: random_calls(*map(int, numbers)),
     }  # fmt: skip
     found = scenarios[scenario](*arguments)

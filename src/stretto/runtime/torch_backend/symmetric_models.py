@@ -62,14 +62,13 @@ class SymmetricReducer(PlainReducer):  # type: ignore[misc]
 
     def __init__(self, parameters: Sequence[torch.Tensor], *rest: Any, **named: Any) -> None:
         # The group is the fourth argument of the reducer of all versions.
-        group: Any = rest[2] if len(rest) > 2 else named.get("process_group")
-        self._symmetric = pool_for(group, parameters)
-        self._engine: Any = None if self._symmetric is None else group.gpu
+        self._group: Any = rest[2] if len(rest) > 2 else named.get("process_group")
+        self._symmetric = pool_for(self._group, parameters)
         self._rebuilt = False
         with self._in_pool():
             super().__init__(parameters, *rest, **named)
         if self._symmetric is not None:
-            self._engine.agree_pool(self._symmetric)
+            self._group.gpu.agree_pool(self._symmetric)
 
     @contextlib.contextmanager
     def _in_pool(self) -> Iterator[None]:
@@ -92,7 +91,7 @@ class SymmetricReducer(PlainReducer):  # type: ignore[misc]
             rebuilt = bool(super()._rebuild_buckets())
         if rebuilt and self._symmetric is not None:
             self._rebuilt = True  # It happens once.
-            self._engine.agree_pool(self._symmetric)
+            self._group.gpu.agree_pool(self._symmetric)
         return rebuilt
 
 
