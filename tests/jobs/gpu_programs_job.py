@@ -332,7 +332,7 @@ def training() -> dict[str, Any]:
 
 
 def pool() -> dict[str, Any]:
-    """DDP with buckets and FSDP2 with buffers in symmetric memory, beside the same without: losses, places and times."""
+    """DDP and FSDP2 with and without their buffers in symmetric memory: losses, places and times."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
