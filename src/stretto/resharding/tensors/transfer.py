@@ -236,8 +236,9 @@ class Transfer:
             packing, moving, unpacking = self.carrier.lanes(self.gpu)
             for tensors, streams in ((sources, (packing, moving)), (targets, (unpacking,))):
                 for tensor in tensors:
-                    for stream in streams if tensor is not None and tensor.is_cuda else ():
-                        tensor.record_stream(stream)
+                    if tensor is not None and tensor.is_cuda:
+                        for stream in streams:
+                            tensor.record_stream(stream)
 
     def catch_up_packing(self) -> None:
         """Let the caller's stream of the GPU wait until all rounds that were started have read the sources."""

@@ -99,6 +99,8 @@ def run_weights(
     targets = [_empty(t, t.dst, me, device) for t in tensors]
     given, wanted = _parts(tensors, sources, 0) or None, _parts(tensors, targets, 1) or None
     sync = WeightSync(given, wanted, staging_bytes=staging_bytes)
+    if device == "cuda":
+        torch.cuda.empty_cache()
     found = []
     for name in systems:
         for target in targets:
@@ -280,6 +282,9 @@ def _exact(tensors: Sequence[Tensor], held: Locals, rank: int, device: str) -> b
         want = _filled(tensor, tensor.dst, rank, device)
         if mine is not None and want is not None:
             fine = fine and torch.equal(mine.view(torch.int16), want.view(torch.int16))
+        del want
+    if device == "cuda":
+        torch.cuda.empty_cache()
     word = torch.tensor([float(fine)])
     dist.all_reduce(word, dist.ReduceOp.MIN)
     return bool(word)
