@@ -90,7 +90,7 @@ def _measured(
         (folder / "asked.json").write_text(json.dumps(asked))
         done = lab.run([sys.executable, str(RANK), name], timeout_s=LIMIT_S)
         if done.failed is not None or done.timed_out:
-            sys.exit(f"dimensions in the lab: {done.errors}")
+            sys.exit(f"dimensions in the lab: {done.why}")
         ranks = [json.loads(path.read_text()) for path in folder.glob("[0-9]*.json")]
     return {
         system: [

@@ -63,7 +63,7 @@ def in_the_lab(command: Sequence[str]) -> str:
     with Lab(hosts=2, ranks_per_host=2, uplinks={"eth": UPLINK}) as lab:
         done = lab.run(list(command), timeout_s=LIMIT_S)
         if done.failed is not None or done.timed_out:
-            sys.exit(f"{' '.join(command)}: {done.errors}")
+            sys.exit(f"{' '.join(command)}: {done.why}")
         return done.outputs[0]
 
 

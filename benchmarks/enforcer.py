@@ -44,7 +44,7 @@ def in_lab(asked: dict[str, Any], *, hosts: int, ranks: int, uplinks: dict[str, 
         (folder / "asked.json").write_text(json.dumps(asked))
         done = lab.run([sys.executable, str(RANK), name], timeout_s=LIMIT_S)
         if done.failed is not None or done.timed_out:
-            sys.exit(f"{asked['case']}: {done.errors}")
+            sys.exit(f"{asked['case']}: {done.why}")
         found: dict[str, Any] = json.loads((folder / "found.json").read_text())
         return found
 

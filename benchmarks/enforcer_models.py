@@ -57,7 +57,7 @@ def in_lab(lab: Lab, rank: str, asked: dict[str, Any]) -> dict[str, Any]:
         (folder / "asked.json").write_text(json.dumps(asked))
         done = lab.run([sys.executable, str(HERE / rank), name], timeout_s=LIMIT_S)
         if done.failed is not None or done.timed_out:
-            sys.exit(f"{asked['case']}: {done.errors} {'timed out' * done.timed_out}")
+            sys.exit(f"{asked['case']}: {done.why}")
         found: dict[str, Any] = json.loads((folder / "found.json").read_text())
         return found
 

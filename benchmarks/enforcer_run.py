@@ -117,7 +117,7 @@ def unchanged(quick: bool) -> list[Row]:
         with controlled(Path(name)) as (controller, environment):
             done = lab.run([*own, str(steps)], env=environment, timeout_s=LIMIT_S)
             if done.failed is not None or done.timed_out:
-                sys.exit(f"unchanged: {done.errors}")
+                sys.exit(f"unchanged: {done.why}")
             job = controller.status().jobs[0]
     return [split_row(job, alone_us=1e3 * float(each_ms[1]))]
 
@@ -170,7 +170,7 @@ def cut(quick: bool) -> list[Row]:
             (folder / "stop").touch()
             done = job.wait(LIMIT_S)
             if done.failed is not None or done.timed_out:
-                sys.exit(f"cut: {done.errors}")
+                sys.exit(f"cut: {done.why}")
         told = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
     return cut_rows(told, first.plan.number, plan_cut=first.ranks[0].iteration, seconds=phases.seconds)
 

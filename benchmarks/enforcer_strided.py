@@ -67,7 +67,7 @@ def _in_lab(asked: dict[str, Any]) -> dict[str, Any]:
         (folder / "asked.json").write_text(json.dumps(asked))
         done = lab.run([sys.executable, str(RANK), name], timeout_s=LIMIT_S)
         if done.failed is not None or done.timed_out:
-            sys.exit(f"strided: {done.errors}")
+            sys.exit(f"strided: {done.why}")
         found: dict[str, Any] = json.loads((folder / "found.json").read_text())
         return found
 

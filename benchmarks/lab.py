@@ -97,7 +97,7 @@ def measure(case: str, hosts: int, ranks: int, pairs: Pairs, rate: str, shaper: 
         command += map(str, (time.monotonic() + START_S, WARM_S, MEASURE_S))
         done = lab.run(command, timeout_s=60)
     if done.exit_code:
-        sys.exit(f"{case}: {done.errors[done.failed or 0]}")
+        sys.exit(f"{case}: {done.why}")
     lines = [[json.loads(line) for line in text.splitlines()] for text in done.outputs]
     trips = [line["trip_us"] for rank in lines for line in rank if "trip_us" in line]
     received = [line["mbit"] for rank in lines for line in rank if "mbit" in line]

@@ -136,7 +136,7 @@ def real(quick: bool) -> list[Row]:
     with Lab(hosts=2, ranks_per_host=1, uplinks={"eth": f"{RATE_MBIT}mbit"}) as lab:
         done = lab.run(command, timeout_s=400)
     if done.exit_code:
-        sys.exit(f"real: {done.errors[done.failed or 0][-2000:]}")
+        sys.exit(f"real: {done.why}")
     said = [[json.loads(line) for line in text.splitlines() if line.startswith("{")] for text in done.outputs]
     # The best of all iterations: whatever else runs on this machine only ever adds to a time.
     forward = tuple(min(found["forward_us"] for found in rank) for rank in said)

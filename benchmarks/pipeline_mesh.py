@@ -150,7 +150,7 @@ def run_case(name: str, quick: bool) -> list[Row]:
         command = [sys.executable, str(RANK), json.dumps(about), repr(share)]
         done = lab.run(command, env={"STRETTO_CLUSTER": truth.name}, timeout_s=1200)
     if done.exit_code:
-        sys.exit(f"meshes: rank {done.failed}: {done.errors[done.failed or 0][-3000:]}")
+        sys.exit(f"meshes: {done.why}")
     lines = {line["system"]: line for line in map(json.loads, done.outputs[0].splitlines()) if "system" in line}
     costs = measured_costs(about, lines["send_recv"], lines["1f1b"]["edges_us"])
     base = median(lines["send_recv"]["times_us"])

@@ -80,7 +80,7 @@ def rows(quick: bool, *, urgent: bool = False) -> list[Row]:
         )
         rate = lab.layout.channels[0].bits_per_s[0]
     if done.exit_code:
-        sys.exit(f"rank {done.failed}: {done.errors[done.failed or 0]}")
+        sys.exit(done.why)
     lines = [json.loads(line) for line in done.outputs[0].splitlines() if line.startswith("{")]
     return [row(line, lines, share, burst_bytes(rate) * 8e6 / rate) for line in lines]
 

@@ -85,7 +85,7 @@ def measured(hosts: int, ranks: int, order: str, uplink: str, sizes: dict[int, i
             [sys.executable, str(JOB), json.dumps([cases, urgent])], env={"STRETTO_CLUSTER": truth.name}, timeout_s=1200
         )
         if done.exit_code:
-            sys.exit(f"{layout}: {done.errors[done.failed or 0]}")
+            sys.exit(f"{layout}: {done.why}")
         short = {nbytes: min(times, MPI_RUNS) for nbytes, times in sizes.items() if nbytes <= MPI_BYTES}
         mpi = runtime_shaped_openmpi.measured(lab, short) if short and runtime_shaped_openmpi.available() else {}
         selector = Selector(range(hosts * ranks), [str(lab.host_of(r)) for r in range(hosts * ranks)], cluster=cluster)

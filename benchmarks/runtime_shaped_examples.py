@@ -69,7 +69,7 @@ def trained(order: str, runs: list[Run], *, iterations: int, urgent: bool) -> di
     with Lab(hosts=2, ranks_per_host=4, uplinks={"eth": RATE}, order=order) as lab:
         done = lab.run([sys.executable, __file__, json.dumps([runs, iterations, urgent])], timeout_s=1200)
     if done.exit_code:
-        sys.exit(f"examples: {done.errors[done.failed or 0]}")
+        sys.exit(f"examples: {done.why}")
     (line,) = (line for line in done.outputs[0].splitlines() if line.startswith("["))
     return dict(zip(runs, json.loads(line), strict=True))
 

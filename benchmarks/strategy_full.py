@@ -74,7 +74,7 @@ def case(quick: bool, name: str) -> list[Row]:
             cluster = lab.cluster()
             done = lab.run([sys.executable, str(RANK), json.dumps(about)], timeout_s=1500)
         if done.exit_code:
-            sys.exit(f"{name}: rank {done.failed}: {done.errors[done.failed or 0][-3000:]}")
+            sys.exit(f"{name}: {done.why}")
         lines |= {line["system"]: line for line in map(json.loads, done.outputs[0].splitlines()) if "system" in line}
     base = median(lines["all_reduce"]["times_us"])
     share = wire_bytes(1 << 20) / (1 << 20)

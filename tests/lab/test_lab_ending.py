@@ -54,6 +54,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first() -> None:
         done = lab.run(shell("[ $RANK = 2 ] && exit 7; exec sleep 1000"), timeout_s=LIMIT_S)
     assert done.returncodes == (-signal.SIGTERM, -signal.SIGTERM, 7, -signal.SIGTERM)
     assert (done.failed, done.exit_code, done.timed_out) == (2, 7, False)
+    assert done.why == "rank 2 ended with exit code 7: it wrote nothing"
 
 
 def test_ranks_that_do_not_listen_are_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ def test_time_runs_out() -> None:
         assert eventually(lambda: Path(f"/proc/{running_job.pids[0]}/stat").read_text().split()[2] == "Z")
         done = running_job.wait(0.5)
         assert (done.returncodes, done.failed) == ((0, -signal.SIGTERM), None)
-        assert (done.timed_out, done.exit_code) == (True, 124)
+        assert (done.timed_out, done.exit_code, done.why) == (True, 124, "time was up")
         assert lab.run(shell("echo again"), timeout_s=LIMIT_S).outputs == ("again\n",) * 2
 
 
@@ -102,6 +103,7 @@ def test_a_rank_can_be_killed_while_the_others_run() -> None:
         done = running_job.wait(LIMIT_S, keep_going=True)
     assert done.returncodes == (0, -signal.SIGKILL)
     assert done.failed == 1
+    assert done.why.startswith("rank 1 ended by signal 9 (SIGKILL: ") and done.why.endswith(": ready")
 
 
 def test_streams_are_kept_apart_and_heard_line_by_line() -> None:

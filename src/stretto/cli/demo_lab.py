@@ -67,8 +67,8 @@ def real_run(cluster_file: Path, trace_file: Path) -> RealRun:
     if done.timed_out:
         raise Infeasible(f"the ranks took longer than {TIMEOUT_S:g} s; is the machine busy?")
     if done.exit_code:
-        last = (done.errors[done.failed or 0].strip().splitlines() or ["no message"])[-1]
-        raise Infeasible(f"a rank failed: {last}")
+        first, *more = done.why.splitlines()
+        raise Infeasible(" ".join([first.partition(":")[0] + ":", more[-1]]) if more else first)
     found = json.loads(done.outputs[0].splitlines()[-1])
     program = Selector(range(len(hosts)), hosts, cluster=cluster).pick("all_reduce", NBYTES, in_place=True).program
     lowered = lower(program) if isinstance(program, Program) else program

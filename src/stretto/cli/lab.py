@@ -12,6 +12,7 @@ import typer
 from ..errors import InvalidInput
 from ..lab import Lab, LabResult, running
 from ..lab import clean as clean_labs
+from ..lab.job import ending
 from ..report.table import ResultTable
 from .common import out, wrote
 from .outputs import YAML, output
@@ -185,8 +186,7 @@ def _tell(lab: Lab, done: LabResult, timeout: float | None, quiet: bool) -> None
             said = done.outputs[done.failed].splitlines() + done.errors[done.failed].splitlines()
             for line in said[-TAIL_LINES:]:
                 _print_line(done.failed, "stderr", line)
-        code = done.returncodes[done.failed]
-        how = f"with exit code {code}" if code > 0 else f"by signal {-code}"
+        how = ending(done.returncodes[done.failed])
         print(f"stretto lab: rank {done.failed} on h{lab.host_of(done.failed)} ended {how}", file=sys.stderr)
     if done.timed_out:
         print(f"stretto lab: time was up after {timeout:g} s", file=sys.stderr)

@@ -23,8 +23,23 @@ KEPT_BYTES = 4 << 20
 LONGEST_LINE = 64 << 10
 TIMED_OUT = 124
 
+TAIL_CHARACTERS = 3000
+"""So much of what a rank wrote is repeated where it failed."""
 OnLine = Callable[[int, str, str], None]
 """Called with a rank, ``stdout`` or ``stderr``, and a line."""
+
+
+def ending(code: int) -> str:
+    """How a process ended, by its return code.
+
+    >>> ending(3), ending(-9)
+    ('with exit code 3', 'by signal 9 (SIGKILL: a kernel that is short of memory does that, too)')
+    """
+    if code >= 0:
+        return f"with exit code {code}"
+    name = next((one.name for one in signal.Signals if one == -code), "")
+    name += ": a kernel that is short of memory does that, too" * (code == -signal.SIGKILL)
+    return f"by signal {-code}" + (f" ({name})" if name else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +63,19 @@ class LabResult:
             code = self.returncodes[self.failed]
             return code if code > 0 else 128 - code
         return TIMED_OUT if self.timed_out else 0
+
+    @property
+    def why(self) -> str:
+        """Which rank failed first and how it ended, with the last of what it wrote; empty where all went well.
+
+        A rank that was killed has written nothing of that: its signal is all there is to be said.
+        """
+        said = "time was up" if self.timed_out else ""
+        if self.failed is not None:
+            code = self.returncodes[self.failed]
+            wrote = self.errors[self.failed].strip() or self.outputs[self.failed].strip() or "it wrote nothing"
+            said = f"rank {self.failed} ended {ending(code)}{'; ' * bool(said)}{said}: {wrote[-TAIL_CHARACTERS:]}"
+        return said
 
 
 class LabJob:
