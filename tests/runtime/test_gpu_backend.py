@@ -18,6 +18,7 @@ from stretto.runtime.torch_backend import gpu_watch
 from stretto.runtime.torch_backend.buffers import CollectiveCall, Splits
 from stretto.runtime.torch_backend.call_board import RECORDS, CallBoard, make_board_file
 from stretto.runtime.torch_backend.gpu_engine import place_in
+from stretto.runtime.torch_backend.gpu_hosts_join import why_not_between
 from stretto.runtime.torch_backend.gpu_layout import GpuBuffers, gpu_buffers, gpu_refusal
 from stretto.runtime.torch_backend.gpu_meeting import GpuCard, decode_cards, encode_card, sharers, why_not
 from stretto.runtime.torch_backend.gpu_options import GpuOptions, gpu_options
@@ -138,6 +139,17 @@ def test_ranks_agree_why_their_gpus_cannot_run_programs(other: dict[str, Any], w
     found = why_not(cards, GpuOptions(), 100_000_000)
     assert found.startswith(why) and bool(why) == bool(found)
     assert sharers(cards) == (2 if other.get("uuid") == "gpu0" else 1)
+
+
+def test_groups_over_hosts_with_rdma_are_left_to_nccl_unless_asked_for() -> None:
+    cards = [card(rank, host="ab"[rank], rdma=rank == 1) for rank in range(2)]
+    assert why_not_between([cards[0], card(1, host="b")], GpuOptions()) == ""
+    assert why_not_between(cards, GpuOptions()).startswith("ranks on several hosts with RDMA")
+    asked = gpu_options({"STRETTO_GPU": "hosts"})
+    assert (
+        why_not_between([card(rank, host="ab"[rank], rdma=True, options=asked.text) for rank in range(2)], asked) == ""
+    )
+    assert "rank 1 has" in why_not_between([cards[0], card(1, host="b", options=asked.text)], asked)
 
 
 @pytest.fixture

@@ -473,11 +473,12 @@ class Executor:
             The thread; it must be closed before the executor is.
         """
         self._home.check()
-        return self._native.Carrier(self._engine, released, copied, board, me, size)
+        made: _executor.Carrier = self._native.Carrier(self._engine, released, copied, board, me, size)
+        return made
 
     def arguments(
         self, handle: LoadedProgram, input: int, output: int, count: int, dtype: str, op: str
-    ) -> tuple[Any, ...]:
+    ) -> tuple[_executor.Loaded, int, int, int, int, int]:
         """The arguments of a program as C++ takes them, checked as `start` does.
 
         Args:

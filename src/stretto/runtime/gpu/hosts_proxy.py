@@ -17,7 +17,7 @@ import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from ... import _executor
@@ -98,7 +98,9 @@ class NetworkProxy:
         while not self._carrier.wait_for_room(most, LOOK_S):
             pass
 
-    def post(self, mark: int, arguments: tuple[Any, ...], timeout_s: float) -> int:
+    def post(
+        self, mark: int, arguments: tuple[_executor.Loaded | None, int, int, int, int, int], timeout_s: float
+    ) -> int:
         """Carry one more slice once the GPU has copied it.
 
         Args:

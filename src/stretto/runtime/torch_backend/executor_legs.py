@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...programs.ir import Program
 from ..executor.executor import Executor, LoadedProgram
@@ -44,7 +44,7 @@ class ExecutorLegs:
 
     def arguments(
         self, loaded: LoadedProgram, input: int, output: int, count: int, dtype: str, op: str
-    ) -> tuple[Any, ...]:
+    ) -> tuple[_executor.Loaded, int, int, int, int, int]:
         """What the carrier takes; the same in the same order on all ranks.
 
         Args:

@@ -20,14 +20,12 @@ from .cuda_clock import cuda
 from .gpu_engine import ERRORS, MARGIN_S, MAX_READY, GpuEngine, Ready, _timed_event
 from .gpu_hosts_join import HostsSite, join_hosts
 from .gpu_layout import GpuBuffers
-from .gpu_options import asked_between_hosts
 from .gpu_selection import IN_PLACE
 from .gpu_work import GpuFlight
 from .launch_queue import Launch, on_stream
 from .recording import current
 from .selection import ProgramPick
 
-ASK = "ranks on several hosts, which STRETTO_GPU=hosts would run as programs"
 CAPTURED = "a group over several hosts inside the capture of a graph"
 VERDICT_S = 2.0
 """How long to wait for the words of the rank that was the first to give up."""
@@ -53,11 +51,6 @@ class HostsGpuEngine(GpuEngine):
     """One communicator's programs on the GPUs of several hosts."""
 
     takes_pools = False
-
-    def refusal(self, call: CollectiveCall) -> str:
-        """Why a call goes to NCCL; empty where it runs as a program. The same on all ranks."""
-        # It has not passed on GPUs so far (docs/gpu.md): only who asks for it by name gets it.
-        return super().refusal(call) if asked_between_hosts() else ASK
 
     def _refusal_of(self, given: torch.device) -> str:
         if cuda.is_current_stream_capturing():

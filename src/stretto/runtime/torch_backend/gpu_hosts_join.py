@@ -36,6 +36,8 @@ from .meeting import Card, Meeting
 from .selection import ProgramPick
 from .symmetric_group import SymmetricGroup
 
+RDMA = "ranks on several hosts with RDMA, which NCCL uses and programs do not (STRETTO_GPU=hosts runs them)"
+
 
 class QuietClock(Clock[None]):
     """Calls CUDA only while somebody records: a call may stand still, with the interpreter's lock."""
@@ -133,7 +135,7 @@ def join_hosts(
     for each, _ in said:
         taken |= each
     number, generation = (~taken & (taken + 1)).bit_length() - 1, max(each for _, each in said) + 1
-    why = _why_not(found, options) or (f"more than {number} groups" if number >= job.max_communicators else "")
+    why = why_not_between(found, options) or (f"more than {number} groups" if number >= job.max_communicators else "")
     if why:
         return why
     job.reserve(number, generation, devices)
@@ -176,13 +178,15 @@ def join_hosts(
         )  # fmt: skip
 
 
-def _why_not(cards: Sequence[GpuCard], options: GpuOptions) -> str:
+def why_not_between(cards: Sequence[GpuCard], options: GpuOptions) -> str:
     """Why no program can run on these ranks' GPUs: inside each host by itself, and in what all of them must share."""
     first = cards[0]
     for card in cards:
         if (card.options, card.torch) != (first.options, first.torch):
             theirs, ours = (f"{one.options}, PyTorch {one.torch}" for one in (card, first))
             return f"rank {card.rank} has {theirs}, rank 0 {ours}"
+        if card.rdma and not options.over_rdma:
+            return RDMA
     for host in dict.fromkeys(card.host for card in cards):
         why = why_not([card for card in cards if card.host == host], options, LEAST_BYTES)
         if why:

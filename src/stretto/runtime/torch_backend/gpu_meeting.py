@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -37,6 +38,8 @@ class GpuCard(msgspec.Struct, frozen=True, kw_only=True):
     rendezvous: int
     """How many symmetric allocations its process has made: PyTorch counts them, and its ranks must agree."""
     torch: str
+    rdma: bool = False
+    """Whether the host has a network card for RDMA."""
 
 
 def gpu_card(rank: int, device: torch.device, options: GpuOptions, held_bytes: int, rendezvous: int) -> GpuCard:
@@ -59,8 +62,15 @@ def gpu_card(rank: int, device: torch.device, options: GpuOptions, held_bytes: i
     return GpuCard(
         rank=rank, host=host_key(), uuid=uuids[mine], reached=tuple(reached), seen=tuple(uuids),
         shares=os.environ.get(SHARING) == "1", options=options.text, held_bytes=held_bytes,
-        rendezvous=rendezvous, torch=str(torch.__version__),
+        rendezvous=rendezvous, torch=str(torch.__version__), rdma=has_rdma(),
     )  # fmt: skip
+
+
+def has_rdma(where: str = "/sys/class/infiniband") -> bool:
+    """Whether this host has network cards for RDMA, which NCCL would use between hosts."""
+    with contextlib.suppress(OSError):
+        return bool(os.listdir(where))
+    return False
 
 
 def encode_card(card: GpuCard) -> bytes:

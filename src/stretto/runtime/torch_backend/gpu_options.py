@@ -22,23 +22,21 @@ class GpuOptions:
     enabled: bool = True
     max_blocks: int | None = None
     """Thread blocks, and so SMs, that the calls of one rank may take at a time; None leaves it to the executor."""
+    over_rdma: bool = False
+    """Whether groups over several hosts run programs also where NCCL could use RDMA, which programs do not."""
     max_bytes: int = GIB
     """GPU memory that the groups of one process may hold together."""
 
     @property
     def text(self) -> str:
         """The options as text that must be the same on all ranks."""
-        return f"enabled={self.enabled}, blocks={self.max_blocks}, bytes={self.max_bytes}"
+        hosts = ", hosts" if self.over_rdma else ""
+        return f"enabled={self.enabled}, blocks={self.max_blocks}, bytes={self.max_bytes}{hosts}"
 
 
 def asked_for_programs(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether the user has asked for programs, and not only not refused them: jobs on NCCL stay on it otherwise."""
     return environment.get("STRETTO_GPU", "") in ("on", "hosts")
-
-
-def asked_between_hosts(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the user has asked for programs over several hosts, too: on GPUs they have not come to an end yet."""
-    return environment.get("STRETTO_GPU", "") == "hosts"
 
 
 def gpu_options(environment: Mapping[str, str] = os.environ) -> GpuOptions:
@@ -61,4 +59,7 @@ def gpu_options(environment: Mapping[str, str] = os.environ) -> GpuOptions:
         max_bytes = parse_bytes(memory) if memory else GIB
     except InvalidInput as error:
         raise InvalidInput(f"STRETTO_GPU_MEMORY: {error}") from None
-    return GpuOptions(enabled=state != "off", max_blocks=int(blocks) if blocks else None, max_bytes=max_bytes)
+    return GpuOptions(
+        enabled=state != "off", over_rdma=state == "hosts", max_blocks=int(blocks) if blocks else None,
+        max_bytes=max_bytes,
+    )  # fmt: skip
