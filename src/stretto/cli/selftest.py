@@ -63,11 +63,13 @@ def _tell(found: SelfTest) -> None:
     table = ResultTable("collective", ">bytes", "fastest", ">time", ">NCCL", title=f"{about.ranks} ranks on {names}")
     for row in best.values():
         nccl = format_us(row.nccl_us) if row.nccl_us else ""
-        table.add_row(row.collective, format_bytes(row.nbytes), row.algorithm, format_us(row.us), nccl)
+        name = row.algorithm if row.memory == "staged" else f"{row.algorithm}, {row.memory}"
+        table.add_row(row.collective, format_bytes(row.nbytes), name, format_us(row.us), nccl)
     console.print(table)
     for row in found.wrong:
         why = row.error or "wrong result"
-        console.print(f"{row.collective} {row.algorithm} {row.dtype} {row.nbytes} bytes: {why}", markup=False)
+        how = "".join(f" {word}" for word in (row.memory, row.reduce) if word not in ("staged", "sum"))
+        console.print(f"{row.collective} {row.algorithm}{how} {row.dtype} {row.nbytes} bytes: {why}", markup=False)
     if about.refusal:
         console.print(f"no program ran on GPU memory: {about.refusal}", markup=False)
     if not found.finished:

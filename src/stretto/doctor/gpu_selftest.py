@@ -24,7 +24,7 @@ from ..errors import InvalidInput, StrettoError
 from ..files import convert
 
 SIZES = (1 << 10, 64 << 10, 1 << 20, 16 << 20)
-DTYPES = ("float32", "float16", "bfloat16", "float64", "int32", "int64", "int8", "uint8")
+DTYPES = ("float32", "float16", "bfloat16", "float64", "int16", "int32", "int64", "int8", "uint8", "bool")
 LIMIT_S = 600.0
 SETTLE_S = 30.0
 MAX_ROWS = 1_000_000
@@ -44,6 +44,9 @@ class SelfTestRow(msgspec.Struct, frozen=True, kw_only=True):
     nccl_us: float
     """The same call by NCCL; 0 where NCCL was not asked, or could not."""
     error: str = ""
+    memory: str = "staged"
+    """Whether tensors went through slots, or were used where they lie ("symmetric")."""
+    reduce: str = "sum"
 
 
 class SelfTestMachine(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,6 +28,8 @@ from .gpu_timing import GpuTime, time_calls, time_graph
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 IN_PLACE = ("all_reduce", "broadcast", "reduce")
+WHOLE = ("int8", "uint8", "bool")
+"""Of these only sums are tried: products and averages of the others are exact."""
 ALL_DTYPES_UP_TO = 1 << 20
 """Larger messages are sent as the first type only: all types move the same bytes."""
 
@@ -35,10 +37,13 @@ ALL_DTYPES_UP_TO = 1 << 20
 class SelfTestRank:
     """The groups of this rank, and the tensors of one case at a time."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, most_bytes: int) -> None:
         self.device, self.rank, self.world = device, dist.get_rank(), dist.get_world_size()
         self.group: Any = dist.group.WORLD
         self.nccl: Any = dist.new_group(backend="nccl")
+        # Input and output of calls in symmetric memory; a size is rounded up to a whole number for every rank.
+        room = most_bytes + 8 * self.world
+        self.symmetric = [self.group.gpu.empty(room, torch.uint8, device) for _ in range(2)]
 
     def meet(self) -> None:
         """Wait until all ranks have come here."""
@@ -62,10 +67,12 @@ class SelfTestRank:
             found.append(torch.randint(0, 4, (count,), generator=draw, device=self.device).to(dtype))
         return found
 
-    def expected(self, kind: str, parts: list[torch.Tensor]) -> torch.Tensor:
+    def expected(self, kind: str, parts: list[torch.Tensor], reduce: str = "sum") -> torch.Tensor:
         """What this rank must get."""
         if kind in REDUCING:
-            whole = torch.stack(parts).to(torch.float64).sum(0).to(parts[0].dtype)
+            wide = torch.stack(parts).to(torch.float64)
+            ways = {"sum": wide.sum, "avg": wide.mean, "min": wide.amin, "max": wide.amax, "prod": wide.prod}
+            whole = ways[reduce](0).to(parts[0].dtype)
             return whole.view(self.world, -1)[self.rank] if kind == "reduce_scatter" else whole
         if kind == "broadcast":
             return parts[0]
@@ -135,12 +142,26 @@ class SelfTestRank:
             parts = self.parts(kind, mine, typed)
             want = self.expected(kind, parts)
             source, target = parts[self.rank], torch.zeros_like(want)
-            nccl_us = self.time_nccl(kind, source, target)
+            size = {"collective": kind, "dtype": dtype, "nbytes": whole * typed.itemsize}
+            row = size | {"nccl_us": self.time_nccl(kind, source, target)}
             for name in defined_for(kind, self.world):
                 if name in FOR_COMPARISON:
                     continue
-                row = {"collective": kind, "algorithm": name, "dtype": dtype, "nbytes": whole * typed.itemsize}
-                yield self.run_one(row | {"nccl_us": nccl_us}, communicator, source, target, want)
+                yield self.run_one(row | {"algorithm": name}, communicator, source, target, want)
+                if dtype == asked["dtypes"][0]:
+                    there = [
+                        memory[: one.nbytes].view(typed)
+                        for memory, one in zip(self.symmetric, (source, target), strict=True)
+                    ]
+                    there[0].copy_(source)
+                    yield self.run_one(row | {"algorithm": name, "memory": "symmetric"}, communicator, *there, want)
+            if kind in REDUCING and nbytes == asked["sizes"][0] and dtype not in WHOLE:
+                # An average over other numbers of ranks is rounded twice in the types of two bytes.
+                exact = self.world & (self.world - 1) == 0 or typed.itemsize > 2
+                for reduce in ("avg", "min", "max", "prod") if exact else ("min", "max", "prod"):
+                    wanted = self.expected(kind, parts, reduce)
+                    named = size | {"nccl_us": 0.0, "algorithm": "direct", "reduce": reduce}
+                    yield self.run_one(named, communicator, source, target, wanted)
 
     def run_one(
         self, row: dict[str, Any], communicator: Any, source: torch.Tensor, target: torch.Tensor, want: torch.Tensor
@@ -161,15 +182,22 @@ class SelfTestRank:
         try:
             given: dict[str, Any] = {"root": 0} if kind in ROOTED else {}
             program = algorithm(row["algorithm"], kind, self.world, in_place=in_place, **given)
-            loaded = communicator.load(program, dtype=want.dtype, reduce="sum", nbytes=row["nbytes"])
+            loaded = communicator.load(
+                program, dtype=want.dtype, reduce=row.get("reduce", "sum"), nbytes=row["nbytes"],
+                symmetric="memory" in row, anchored=True,
+            )  # fmt: skip
         except StrettoError as error:
             return SelfTestRow(**row, right=False, us=0.0, error=str(error))
         if in_place:
             target.copy_(source)
-        communicator.launch(loaded, target if in_place else source, target)
+        self.meet()
+        # In a broadcast only the root has an input, in a reduce an output.
+        begin = (target if in_place else source)[: loaded.encoded.inputs[self.rank]]
+        end = target[: loaded.encoded.outputs[self.rank]]
+        communicator.launch(loaded, begin, end)
+        torch.cuda.synchronize()
         right = self.all_right(bool(torch.equal(target, want)) or (kind == "reduce" and self.rank != 0))
-        begin = target if in_place else source
-        taken = time_graph(lambda: communicator.launch(loaded, begin, target), self.meet, calls=10, rounds=5)
+        taken = time_graph(lambda: communicator.launch(loaded, begin, end), self.meet, calls=10, rounds=5)
         return SelfTestRow(**row, right=right, us=round(self.slowest(taken), 2))
 
 
@@ -210,7 +238,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         (folder / "machine.json").write_bytes(msgspec.json.encode(about))
     if not about.refusal:
-        ranks = SelfTestRank(device)
+        ranks = SelfTestRank(device, max(asked["sizes"]))
         for kind in KINDS:
             for row in ranks.run_kind(kind, asked):
                 if ranks.rank == 0:
