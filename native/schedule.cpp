@@ -418,7 +418,7 @@ double Evaluator::fifo(int32_t iterations) {
 // of the one before.
 void Evaluator::order_edges() {
   more_.clear(), more_begin_.assign(n_, 0), more_end_.assign(n_, 0);
-  more_to_.clear(), more_next_.clear(), more_first_.assign(n_, -1);
+  more_to_.clear(), more_next_.clear(), more_first_.assign(n_, -1), behind_.clear();
   std::fill(load_.begin(), load_.end(), 0.0);
   for (int32_t v : sequence)
     each_hold(v, [&](int32_t r, double us) { last_[r] = v, last_us_[r] = us, last_wrap_[r] = 1, load_[r] += us; });
@@ -432,6 +432,7 @@ void Evaluator::order_edges() {
       more_to_.push_back(v), more_next_.push_back(more_first_[edge.node]);
       more_first_[edge.node] = (int32_t)more_.size();
       more_.push_back(edge);
+      if (edge.lag < 0) behind_.push_back(v);
     });
     more_begin_[v] = (int64_t)begin, more_end_[v] = (int64_t)more_.size();
   }
@@ -464,20 +465,22 @@ bool Evaluator::delay(int32_t v, double same) {
 }
 
 // Delays all nodes in the order of the walk until none changes (false), or until some wait for each other (true): then
-// `critical` is that circle. Near the end only what waits for a changed node can change, and only that is looked at.
-bool Evaluator::wait_in_circle(bool near) {
+// `critical` is that circle.
+bool Evaluator::wait_in_circle() {
   const double same = kSame * value;
-  for (int32_t pass = 0; !near; pass++) {
+  for (int32_t pass = 0;; pass++) {
     bool changed = false;
     for (int32_t v : walk_) changed |= delay(v, same);
     if (!changed) return false;
     if (pass > 0 && circle_of_parents(n_, parent_, mark_, critical)) return true;
   }
-  turn_.resize(n_), moved_.clear();
-  for (int32_t k = 0; k < n_; k++) turn_[walk_[k]] = k;
-  dirty_.assign((size_t)n_ / 64 + 1, ~0ull), later_.assign(dirty_.size(), 0);
-  dirty_.back() = (1ull << (n_ % 64)) - 1;
+}
+
+// The same for the nodes that are to be looked at, and those that wait for one that changed.
+bool Evaluator::wait_in_circle_near() {
+  const double same = kSame * value;
   for (int32_t pass = 0;; pass++) {
+    moved_.clear();
     for (size_t word = 0; word < dirty_.size(); word++)
       while (dirty_[word]) {
         int32_t v = walk_[word * 64 + std::countr_zero(dirty_[word])];
@@ -485,49 +488,103 @@ bool Evaluator::wait_in_circle(bool near) {
         if (delay(v, same)) disturb(v), moved_.push_back(v);
       }
     if (moved_.empty()) return false;
+    dirty_.swap(later_);
     // A circle that has just closed has a node that has just changed.
-    if (pass > 0 && circle_of_parents(n_, parent_, mark_, critical, &moved_)) return true;
-    dirty_.swap(later_), moved_.clear();
+    if (circle_of_parents(n_, parent_, mark_, critical, &moved_)) return true;
   }
 }
 
-// Raises the period to the ratio of a circle that does not fit, until all fit; from given times, which nothing precedes,
-// or from the earliest possible.
-Outcome Evaluator::raise(double limit, const std::vector<double>* from) {
+// The period becomes the ratio of the circle in `critical`.
+Outcome Evaluator::raise_to_circle(double limit) {
+  double length = 0;
+  int64_t lag = 0;
+  critical_lag.clear();
+  for (int32_t v : critical) length += parent_us_[v], lag += parent_lag_[v], critical_lag.push_back(parent_lag_[v]);
+  if (lag <= 0) return Outcome::deadlock;
+  // Rounding may find the circle again that has just set the period.
+  value = std::max(length / (double)lag, value * (1 + 1e-13));
+  return value > limit ? Outcome::above_limit : Outcome::found;
+}
+
+// Raises the period to the ratio of a circle that does not fit, until all fit; from the earliest possible times.
+Outcome Evaluator::raise(double limit) {
   parent_.resize(n_), parent_lag_.resize(n_), parent_us_.resize(n_);
   while (true) {
     std::fill(parent_.begin(), parent_.end(), -1);
-    for (int32_t v = 0; v < n_; v++) {
-      if (local[v] == kJoin) time[v] = -std::numeric_limits<double>::infinity();
-      else time[v] = from ? (*from)[v] : task_[v] >= 0 ? -shift[v] * value : 0.0;
-    }
-    if (!wait_in_circle(from != nullptr)) return Outcome::found;
-    double length = 0;
-    int64_t lag = 0;
-    critical_lag.clear();
-    for (int32_t v : critical) {
-      length += parent_us_[v], lag += parent_lag_[v], critical_lag.push_back(parent_lag_[v]);
-    }
-    if (lag <= 0) return Outcome::deadlock;
-    // Rounding may find the circle again that has just set the period.
-    value = std::max(length / (double)lag, value * (1 + 1e-13));
-    if (value > limit) return Outcome::above_limit;
+    for (int32_t v = 0; v < n_; v++)
+      time[v] = local[v] == kJoin ? -std::numeric_limits<double>::infinity() : task_[v] >= 0 ? -shift[v] * value : 0.0;
+    if (!wait_in_circle()) return Outcome::found;
+    Outcome outcome = raise_to_circle(limit);
+    if (outcome != Outcome::found) return outcome;
   }
 }
 
-// The same from times that were right for a slightly different order with a period of `guess`: most orders that are
-// too slow show it there, and most others have a circle of about that length.
-Outcome Evaluator::raise_near(double limit, const std::vector<double>& from, double guess) {
-  const double least = value;
-  const std::vector<int32_t> full = critical;
-  for (double lower : {0.0, 1e-3}) {
-    value = std::max(least, guess * (1 - lower));
-    critical = full, critical_lag.clear();
-    Outcome outcome = raise(limit, &from);
-    if (outcome != Outcome::found || !critical_lag.empty() || value <= least) return outcome;
+// The same from the times that nodes have. A longer period relaxes all waits but those for a later iteration, so that the
+// times that were found for the shorter one are kept.
+Outcome Evaluator::raise_near(double limit) {
+  parent_.resize(n_), parent_lag_.resize(n_), parent_us_.resize(n_), turn_.resize(n_);
+  for (int32_t k = 0; k < n_; k++) turn_[walk_[k]] = k;
+  dirty_.assign((size_t)n_ / 64 + 1, ~0ull), later_.assign(dirty_.size(), 0);
+  dirty_.back() = (1ull << (n_ % 64)) - 1;
+  while (true) {
+    std::fill(parent_.begin(), parent_.end(), -1);
+    if (!wait_in_circle_near()) return Outcome::found;
+    Outcome outcome = raise_to_circle(limit);
+    if (outcome != Outcome::found) return outcome;
+    for (int32_t v : behind_) dirty_[turn_[v] / 64] |= 1ull << (turn_[v] % 64);
   }
-  value = least, critical = full;
-  return raise(limit, nullptr);
+}
+
+// Of the circles of the tightest waits at these times, the one with the largest ratio: the period is at least that.
+void Evaluator::lower_to_circle(double least) {
+  for (int32_t v = 0; v < n_; v++) {
+    double tightest = -std::numeric_limits<double>::infinity();
+    parent_[v] = -1;
+    auto look = [&](const Edge& e) {
+      double to = time[e.node] + e.us - value * e.lag;
+      if (to > tightest) tightest = to, parent_[v] = e.node, parent_lag_[v] = e.lag, parent_us_[v] = e.us;
+    };
+    for (int64_t e = in_ptr_[v]; e < in_ptr_[v + 1]; e++) look(in_[e]);
+    for (int64_t e = more_begin_[v]; e < more_end_[v]; e++) look(more_[e]);
+  }
+  value = least;
+  mark_.assign(n_, -1);
+  for (int32_t from = 0; from < n_; from++) {
+    int32_t v = from;
+    while (v >= 0 && mark_[v] < 0) mark_[v] = from, v = parent_[v];
+    if (v < 0 || mark_[v] != from) continue;
+    double length = 0;
+    int64_t lag = 0;
+    int32_t u = v;
+    do length += parent_us_[u], lag += parent_lag_[u], u = parent_[u];
+    while (u != v);
+    if (lag <= 0 || !(length / (double)lag > value)) continue;
+    value = length / (double)lag, critical.clear(), critical_lag.clear();
+    do critical.push_back(u), critical_lag.push_back(parent_lag_[u]), u = parent_[u];
+    while (u != v);
+  }
+}
+
+// The period of an order that differs little from one whose times and period are known: most orders that are too slow
+// show it there. If all fits, the period may be shorter: it is looked for from the circle of the tightest waits.
+Outcome Evaluator::settle_near(double limit, const Nearby& nearby) {
+  const double least = value;
+  for (int32_t v = 0; v < n_; v++)
+    time[v] = local[v] == kJoin ? -std::numeric_limits<double>::infinity() : (*nearby.times)[v];
+  const bool known = !critical_lag.empty();
+  if (!known) value = std::max(value, nearby.period);
+  Outcome outcome = raise_near(limit);
+  if (outcome != Outcome::found || !critical_lag.empty() || value <= least) return outcome;
+  lower_to_circle(least);
+  return raise_near(limit);
+}
+
+// The earliest times for the period that was found.
+void Evaluator::make_earliest() {
+  std::vector<int32_t> circle = critical, lags = critical_lag;
+  critical_lag.clear();
+  raise(std::numeric_limits<double>::infinity());
+  if (critical_lag.empty()) critical = std::move(circle), critical_lag = std::move(lags);
 }
 
 // If the circle is one of waits of this order, the period is at least its ratio.
@@ -586,9 +643,9 @@ Outcome Evaluator::period(double limit, const Nearby& nearby) {
   if (nearby.circle != nullptr) begin_at(*nearby.circle, *nearby.lags);
   else if (n_ >= kMany && !circle_lag_.empty()) begin_at(circle_, circle_lag_);
   if (value > limit) return Outcome::above_limit;
-  const bool known = !nearby.times || !critical_lag.empty();
-  Outcome outcome = known ? raise(limit, nearby.times) : raise_near(limit, *nearby.times, nearby.period);
+  Outcome outcome = nearby.times ? settle_near(limit, nearby) : raise(limit);
   if (outcome != Outcome::found) return outcome;
+  if (nearby.times && nearby.earliest) make_earliest();
   double from = time[first_[p_.anchor]];
   for (int32_t v = 0; v < n_; v++) time[v] -= from;
   if (n_ >= kMany && !critical_lag.empty()) {

@@ -69,6 +69,7 @@ struct Nearby {
   const std::vector<int32_t>* lags = nullptr;
   const std::vector<double>* times = nullptr;
   double period = 0;
+  bool earliest = false;  // whether the times that are found become the earliest
 };
 
 enum class Discipline : int32_t { critical_path, lifo, priority, fifo };
@@ -109,6 +110,8 @@ class Evaluator {
 
   int32_t nodes() const { return n_; }
   int32_t node_of(int32_t op, int32_t task) const { return first_[op] + task; }
+  // Times of the schedule that `extract` took an order from.
+  const std::vector<double>& listed_times() const { return key_; }
   double listed_start(int32_t iteration, int32_t v) const { return start_[(size_t)iteration * n_ + v]; }
   bool is_task(int32_t v) const { return task_[v] >= 0; }
   PlaceOfNode place_of(int32_t v) const { return {op[v], local[v]}; }
@@ -133,9 +136,14 @@ class Evaluator {
   void sort_walk(const std::vector<double>& key);
   void carry_walk();
   void begin_at(const std::vector<PlaceOfNode>& circle, const std::vector<int32_t>& lags);
-  bool wait_in_circle(bool near);
-  Outcome raise(double limit, const std::vector<double>* from);
-  Outcome raise_near(double limit, const std::vector<double>& from, double guess);
+  bool wait_in_circle();
+  bool wait_in_circle_near();
+  Outcome raise_to_circle(double limit);
+  Outcome raise(double limit);
+  Outcome raise_near(double limit);
+  void lower_to_circle(double least);
+  Outcome settle_near(double limit, const Nearby& nearby);
+  void make_earliest();
   bool delay(int32_t v, double same);
   void disturb(int32_t v);
   void sort_lines();
@@ -187,6 +195,7 @@ class Evaluator {
   std::vector<int64_t> more_begin_, more_end_;
   std::vector<int32_t> more_to_, more_next_, more_first_;  // the same edges from where they come from
   std::vector<int32_t> turn_;                       // by node: its position in the walk
+  std::vector<int32_t> behind_;                     // nodes that wait for a later iteration, by a resource's order
   std::vector<uint64_t> dirty_, later_;             // by that position: to be looked at in this pass, and in the next
   std::vector<Edge> more_;                          // edges of the resources' order, by node
   std::vector<double> load_, phase_, key_, last_us_, parent_us_;

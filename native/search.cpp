@@ -9,7 +9,6 @@ namespace stretto::sched {
 namespace {
 constexpr double kNudge = 1e-6;  // of the period: just before or after
 constexpr int64_t kEarliest = 16; // accepted moves after which times of large steps are made the earliest again
-constexpr int32_t kMany = 4000;  // ops from which the period is looked for from the circle that set it before
 }
 
 Chain::Chain(const Problem& problem, const Settings& settings, uint64_t seed, double beta)
@@ -58,6 +57,7 @@ void Chain::load_keys(const State& state, std::vector<double>& key) {
 
 // A move changes a few ops of a large step: to copy all keys would take longer than to judge it.
 void Chain::begin_move() {
+  next_.tasks = now_.tasks;
   if (!same_) {
     next_ = now_, same_ = true;
   } else {
@@ -79,7 +79,7 @@ void Chain::end_move() {
 
 // Keeps what the evaluator has just found.
 bool Chain::take(State& state) {
-  state.cost = eval_.value;
+  state.cost = eval_.value, state.tasks = (int64_t)eval_.sequence.size();
   state.op_key.resize(p_.num_ops), state.task_key.resize(p_.slot_ptr.back());
   for (int32_t v = 0; v < eval_.nodes(); v++) key(state, v) = eval_.time[v];
   state.sequence = eval_.sequence, state.shift = eval_.shift;
@@ -147,7 +147,7 @@ bool Chain::shifts_fit() const {
 bool Chain::step_joint(double scale) {
   double limit = now_.cost - std::log(std::max(random_.unit(), 1e-300)) * scale / beta_;
   begin_move();
-  const bool large = p_.num_ops >= kMany;
+  const bool large = p_.num_ops >= kLargeStep;
   bool listed = false;
   double kind = random_.unit();
   if (kind >= 0.35) eval_.choose(now_.choice.data(), s_.serial);
@@ -166,6 +166,7 @@ bool Chain::step_joint(double scale) {
   } else {
     listed = true;
   }
+  if (large && next_.tasks > std::max(now_.tasks, most_tasks_)) return false;
   eval_.choose(next_.choice.data(), s_.serial);
   // Some corners are left only by several moves at once, each of which alone would be turned down.
   while (random_.chance(0.3)) random_.chance(0.6) ? jump(next_, any_op()) : slide(next_, any_op());
@@ -187,10 +188,13 @@ bool Chain::step_joint(double scale) {
     eval_.order_by(key_, now_.cost);
   }
   // The circle that sets the period now mostly does so after the move, too: to begin there saves most passes.
-  // So do most times, unless all tasks were listed anew; now and then they become the earliest again.
+  // So do most times; now and then they become the earliest again.
   Nearby nearby;
   if (large && !now_.lag.empty()) nearby.circle = &now_.circle, nearby.lags = &now_.lag;
-  if (large && !listed && accepted % kEarliest) nearby.times = &key_, nearby.period = now_.cost;
+  if (large) {
+    nearby.times = listed ? &eval_.listed_times() : &key_, nearby.period = now_.cost;
+    nearby.earliest = listed || accepted % kEarliest == 0;
+  }
   if (!shifts_fit() || eval_.period(limit, nearby) != Outcome::found) return false;
   bool better = eval_.value < best_.cost * (1 - 1e-12);
   // Waiting without any duration in it has no positive length, so the period alone does not notice it.
@@ -244,6 +248,7 @@ bool Chain::swap_options(State& next, int32_t op) {
 void Chain::set_option(State& next, int32_t op, int32_t to) {
   touch(op);
   int32_t old = next.choice[op];
+  next.tasks += p_.tasks(op, to) - p_.tasks(op, old);
   double* key = &next.task_key[p_.slot_ptr[op]];
   auto [low, high] = std::minmax_element(key, key + p_.tasks(op, old));
   double from = *low, span = *high - *low;

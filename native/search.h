@@ -9,6 +9,11 @@
 
 namespace stretto::sched {
 
+// Ops from which a move is judged by what is known of the order before, and the tasks of a plan are counted: a plan of
+// more pieces than this, by those of the best start, takes longer to judge than it gains.
+constexpr int32_t kLargeStep = 4000;
+constexpr double kMorePieces = 1.25;
+
 // splitmix64: small, and the same numbers on every machine.
 class Random {
  public:
@@ -35,6 +40,7 @@ struct State {
   std::vector<int32_t> critical, lag;     // nodes of the circle that sets the cost, as Evaluator has them
   std::vector<uint8_t> held;              // whether that wait is one for a channel
   std::vector<PlaceOfNode> circle;        // the same nodes whatever other ops have chosen
+  int64_t tasks = 0;                      // of all chosen options
   double cost = std::numeric_limits<double>::infinity();
 };
 
@@ -51,7 +57,7 @@ class Chain {
  public:
   Chain(const Problem& problem, const Settings& settings, uint64_t seed, double beta);
 
-  void start(const State& state) { now_ = best_ = state, same_ = false; }
+  void start(const State& state, int64_t most_tasks) { now_ = best_ = state, same_ = false, most_tasks_ = most_tasks; }
   // Whoever changes `now_` from outside says so.
   void changed() { same_ = false; }
   bool steps(int32_t count, double scale);  // whether a better plan was found
@@ -92,6 +98,7 @@ class Chain {
   Evaluator eval_;
   State next_;                                 // as `now_`, but for the ops that a move has touched
   bool same_ = false;                          // whether that is so
+  int64_t most_tasks_ = 0;                     // of a large step
   std::vector<int32_t> touched_;
   std::vector<int32_t> movable_, comm_;   // ops with several options; all comm-ops
   std::vector<int32_t> alike_of_;              // per op: its class of ops with equal options

@@ -105,7 +105,9 @@ class Search {
   void begin() {
     begun_ = true;
     scale_ = std::max(starts_[0].cost, 1e-300);
-    for (size_t c = 0; c < chains_.size(); c++) chains_[c]->start(starts_[c % starts_.size()]);
+    const int64_t most_tasks = (int64_t)(kMorePieces * (double)starts_[0].tasks);
+    if (p_.num_ops >= kLargeStep) std::erase_if(starts_, [&](const State& s) { return s.tasks > most_tasks; });
+    for (size_t c = 0; c < chains_.size(); c++) chains_[c]->start(starts_[c % starts_.size()], most_tasks);
   }
 
   const State& best() const {
