@@ -15,101 +15,32 @@ flight the whole rate of its link, so that its time falls below what the links c
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import resource
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from astra_jobs import JOBS, Job
 from common import Row, common_options, finish
-
-import stretto as st
-from stretto.algorithms.symmetric import symmetric_algorithm
-from stretto.cluster.grid import links_per_device, regular
-from stretto.programs import Program, SymmetricProgram
 
 GIB_PER_GB = 1e9 / 2**30  # ASTRA-sim's GB/s are 2^30 bytes per second
 TOPOLOGIES = {"ring": "Ring", "switch": "Switch", "fully_connected": "FullyConnected"}
 IMPLEMENTATIONS = {"ring": "ring", "switch": "halvingDoubling", "fully_connected": "direct"}
-ALGORITHMS = {"ring": "ring", "switch": "halving_doubling", "fully_connected": "direct"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One all-reduce on a regular network; `dims` are (kind, size, GB/s and latency in us of one link)."""
-
-    dims: Sequence[tuple[str, int, float, float]]
-    nbytes: float
-    chunks: int = 1
-    note: str = ""
-
-    @property
-    def name(self) -> str:
-        """The network, the collective and the number of chunks."""
-        network = " x ".join(f"{kind} {size}" for kind, size, _, _ in self.dims)
-        return f"all-reduce, {network}" + (f", {self.chunks} chunks" if self.chunks > 1 else "")
-
-    @property
-    def ranks(self) -> int:
-        """How many devices there are."""
-        return math.prod(size for _, size, _, _ in self.dims)
-
-    def cluster(self) -> st.Cluster:
-        """The network for Stretto, whose rates are those of all links of a device in a dimension."""
-        dims = []
-        for kind, size, rate, latency in self.dims:
-            aggregate, hops = rate * links_per_device(kind, size), 2 if kind == "switch" else 1
-            dims.append(st.Dimension(kind=kind, size=size, gb_per_s=aggregate, alpha_us=hops * latency))
-        return regular(self.name, dims)
-
-    def program(self, cluster: st.Cluster) -> SymmetricProgram:
-        """The algorithm that ASTRA-sim is told to use; one rank stands for all."""
-        name = "hierarchical" if len(self.dims) > 1 else ALGORITHMS[self.dims[0][0]]
-        return symmetric_algorithm(name, "all_reduce", cluster, chunks=self.chunks)
-
-    def whole(self, cluster: st.Cluster) -> Program:
-        """The same program, with the transfers of all ranks."""
-        name = "hierarchical" if len(self.dims) > 1 else ALGORITHMS[self.dims[0][0]]
-        return st.algorithm(name, "all_reduce", self.ranks, cluster=cluster, chunks=self.chunks)
-
-
-def _switches(sizes: Sequence[int], rates: Sequence[float]) -> list[tuple[str, int, float, float]]:
-    return [("switch", size, rate, 0.35) for size, rate in zip(sizes, rates, strict=True)]
-
-
+SCRIPT = Path(__file__).with_name("astra_jobs.py")
 MAX_WHOLE = 1024
 """The most ranks that are also simulated rank by rank."""
-UNSHARED = "ASTRA-sim: chunks in flight do not share a link's rate"
-JOBS = [
-    *(Job(dims=[("ring", size, 50.0, 0.5)], nbytes=64e6) for size in (16, 64, 256, 1024)),
-    *(Job(dims=[("switch", size, 50.0, 0.5)], nbytes=64e6) for size in (16, 64, 256, 1024)),
-    *(Job(dims=[("fully_connected", size, 50.0, 0.5)], nbytes=64e6) for size in (16, 64)),
-    Job(dims=[("ring", 8, 50.0, 0.5), ("switch", 8, 25.0, 0.5)], nbytes=128e6),
-    Job(dims=_switches((16, 8, 8), (200.0, 100.0, 50.0)), nbytes=128e6),
-    Job(dims=_switches((16, 16, 16), (200.0, 100.0, 50.0)), nbytes=1024e6, chunks=64, note=UNSHARED),
-]
 
 
 MARKS = {
     3: (3583.0, 4.137), 7: (2578.0, 0.7696), 11: (1389.0, 0.1943), 12: (9959.0, 95.68),
 }  # fmt: skip
 """The predicted time and the CPU seconds of ASTRA-sim's jobs at commit b017779, for the larger jobs."""
-
-
-def ours(job: Job, *, whole: bool) -> Row:
-    """Build, prove and simulate; the time and the CPU seconds of doing so."""
-    begun = time.process_time()
-    cluster = job.cluster()
-    program = job.whole(cluster) if whole else job.program(cluster)
-    program.verify()
-    time_us = st.simulate(program, cluster, nbytes=job.nbytes).total_us
-    return {"time_us": time_us, "work_cpu_s": time.process_time() - begun}
 
 
 def astra_inputs(job: Job, folder: Path) -> list[str]:
@@ -161,11 +92,11 @@ def compare(number: int, binary: Path | None) -> Row:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         theirs_us, theirs_s = astra(job, binary, folder) if binary else MARKS.get(number, (None, None))
-        said, ours_s = run([sys.executable, __file__, "--case", str(number)], folder)
+        said, ours_s = run([sys.executable, SCRIPT, str(number)], folder)
         found = json.loads(said)
         whole: Row = {}
         if job.ranks <= MAX_WHOLE:
-            said, whole_s = run([sys.executable, __file__, "--case", f"{number}:whole"], folder)
+            said, whole_s = run([sys.executable, SCRIPT, f"{number}:whole"], folder)
             whole = {"whole_time_us": json.loads(said)["time_us"], "whole_cpu_s": whole_s}
     return {
         "case": job.name, "time_us": found["time_us"], "astra_time_us": theirs_us,
@@ -187,10 +118,6 @@ def main() -> None:
     parser = common_options(__doc__)
     parser.add_argument("--astra-sim", type=Path, metavar="BINARY", help="AstraSim_Analytical_Congestion_Unaware")
     args = parser.parse_args()
-    if args.case:
-        number, _, whole = args.case.partition(":")
-        print(json.dumps(ours(JOBS[int(number)], whole=bool(whole))))
-        return
     if args.astra_sim is not None and not os.access(args.astra_sim, os.X_OK):
         parser.error("--astra-sim: name the binary of ASTRA-sim; it is built by hand, see its own documentation")
     numbers = [at for at, job in enumerate(JOBS) if not args.quick or job.ranks <= 256]

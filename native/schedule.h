@@ -14,6 +14,9 @@
 
 namespace stretto::sched {
 
+constexpr int32_t kCompute = -1, kJoin = -2;  // instead of a task's position: a compute-op, the join of an op's tasks
+constexpr int32_t kManyNodes = 4096;          // nodes that are walked in the order of their waits
+
 struct Edge {
   int32_t node, lag;
   double us = 0;
@@ -74,6 +77,10 @@ struct Nearby {
 
 enum class Discipline : int32_t { critical_path, lifo, priority, fifo };
 enum class Outcome : int32_t { found, above_limit, deadlock };
+
+// Follows parents from every node, or from those given; the nodes of a circle, each followed by its parent, else nothing.
+bool circle_of_parents(int32_t n, const std::vector<int32_t>& parent, std::vector<int32_t>& mark,
+                       std::vector<int32_t>& circle, const std::vector<int32_t>* nodes = nullptr);
 
 // A circle of waiting with a lag of at most zero, as edges `node[k] waits for node[k + 1]`; empty when there is none.
 // On return `height` orders the nodes: u before v wherever v waits for u, `span` apart per iteration of lag.

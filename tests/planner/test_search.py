@@ -75,6 +75,16 @@ def test_what_is_found_is_what_replaying_it_gives() -> None:
         assert plan.serial is serial
 
 
+def test_a_large_step_is_judged_as_replaying_it_does_and_grows_little() -> None:
+    seed = 0
+    scheduler = Scheduler(random_problem(seed, num_comm=2100, longest_us=2.0, two_places=True, num_tasks=6))
+    found = search(scheduler, steps=150, seed=seed)
+    assert found.curve[-1][2] == pytest.approx(found.schedule.period_us, rel=1e-9)
+    assert found.schedule.period_us < found.start_us, "the period that moves leave is known, not only an upper bound"
+    starts = [scheduler.schedule(scheduler.greedy, discipline=d) for d in DISCIPLINES if d != "priority"]
+    assert len(found.schedule.order) <= 1.25 * max(len(one.order) for one in starts)
+
+
 def test_the_papers_search_keeps_to_its_discipline() -> None:
     scheduler = Scheduler(random_problem(12, num_comm=6))
     found = search(scheduler, steps=1000, mode="syndicate", discipline="lifo", serial=True)

@@ -49,6 +49,8 @@ WRITING_TIMES = 3.0
 """To write out, check and re-time the plan of a large step takes so many times as long as to make its smaller one."""
 URGENT = ("fifo", "syndicate", "s_exec", "s_sched", "nccl_ring", "nccl_tree", "bytescheduler+", "hand_optimised")
 """The order in which systems are scheduled on a large step, where there may be no time for all; then the others."""
+ALWAYS = URGENT[:2]
+"""The systems that get at least one schedule."""
 TEXT_CHARS = 40
 """Characters that one transfer takes as text, roughly."""
 Progress = Callable[[str, float], None]
@@ -298,7 +300,7 @@ def _baselines(
     order = sorted(systems, key=lambda name: [*URGENT, *systems].index(name)) if until < float("inf") else systems
     schedules: dict[str, StepSchedule] = {}
     for number, name in enumerate(order):
-        if number == 0 or time.monotonic() < until:
+        if number == 0 or name in ALWAYS or time.monotonic() < until:
             tell(name, number / len(systems))
             schedules[name] = compared.schedule(name, effort)
     left_out = [name for name in systems if name not in schedules]

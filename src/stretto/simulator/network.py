@@ -467,8 +467,9 @@ def _orbit_routes(
     found = link_orbits(cluster, program.sizes, local=program.local)
     src, dst = program.src, program.dst
     pairs = src.astype(np.int64) * cluster.num_devices + dst
-    for size in np.unique(nbytes).tolist():
-        for pair in np.unique(pairs[nbytes == size]).tolist():
+    # Not by np.unique, which imports all of NumPy's masked arrays.
+    for size in sorted(set(nbytes.tolist())):
+        for pair in sorted(set(pairs[nbytes == size].tolist())):
             a, b = divmod(pair, cluster.num_devices)
             if cluster.num_routes(a, b, nbytes=size, channels=channels) > 1:
                 raise InvalidInput(
