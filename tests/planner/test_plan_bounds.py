@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from stretto.planner.example import random_problem
 from stretto.planner.schedule.bounds import least_us, lower_bound
+from stretto.planner.schedule.branch import branched
 from stretto.planner.schedule.problem import MotifTask, Option, PlanProblem
 from stretto.planner.schedule.schedule import DISCIPLINES, Scheduler
 from stretto.workload import Dep, Op, Workload
@@ -85,3 +89,35 @@ def test_no_schedule_beats_the_bound(seed: int, serial: bool, two_places: bool, 
     for discipline in DISCIPLINES:
         if discipline != "priority":
             assert scheduler.evaluate(choice, discipline=discipline, serial=serial) >= bound.us * (1 - 1e-9)
+
+
+def test_options_that_are_divided_raise_the_bound_to_the_best_choice() -> None:
+    # Each of three ops is on one of two channels: shares would halve the load, whole options are 8 and 4.
+    either = (option(task("x", 4.0)), option(task("y", 4.0)))
+    problem = hidden(1.0, either, either, either)
+    first = lower_bound(problem)
+    assert first.us == pytest.approx(6.0)
+    higher = branched(problem, first, 8.0, branches=20)
+    assert higher.us == pytest.approx(8.0)
+    assert higher.why.startswith("options of comm-ops one by one")
+    assert branched(problem, first, 8.0, branches=0) is first
+    assert branched(problem, first, first.us, branches=20) is first, "a plan at the bound needs none"
+
+
+def test_divided_options_never_exceed_the_best_bound_of_any_choice() -> None:
+    raised = 0
+    for seed in range(40):
+        problem = random_problem(seed, num_comm=3, longest_us=8.0)
+        first = lower_bound(problem)
+        names = list(problem.options)
+        every = product(*(range(len(problem.options[name])) for name in names))
+        single = [
+            replace(problem, options={n: (problem.options[n][k],) for n, k in zip(names, choice, strict=True)})
+            for choice in every
+        ]
+        best = min(Scheduler(one).schedule([0] * len(names)).period_us for one in single)
+        higher = branched(problem, first, best, branches=12)
+        assert first.us <= higher.us <= best * (1 + 1e-9), seed
+        assert higher.us <= max(min(lower_bound(one).us for one in single), first.us) * (1 + 1e-9), seed
+        raised += higher.us > first.us * (1 + 1e-6)
+    assert raised > 3

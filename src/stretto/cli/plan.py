@@ -120,6 +120,9 @@ def plan(
     retime: Annotated[
         bool, typer.Option("--retime/--no-retime", help="Simulate the final plan link by link as well.")
     ] = True,
+    branches: Annotated[
+        int, typer.Option(metavar="N", help="Raise the lower bound by so many further bounds with divided options.")
+    ] = 0,
 ) -> None:
     """Decide how every byte of a training step moves: in which pieces, over which links, in which order.
 
@@ -150,7 +153,7 @@ def plan(
     with search_progress() as tell:
         found = api.plan(
             step, machine, budget_s=budget, steps=steps, seed=seed, costs=model,
-            synthesis_s=synthesize, retime=retime,
+            synthesis_s=synthesize, retime=retime, branches=branches,
             progress=tell,
         )  # fmt: skip
     files = OutputFiles()

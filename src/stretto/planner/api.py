@@ -28,6 +28,7 @@ from .judge import PlanJudge, SystemSchedules
 from .plan import MAX_PROGRAM_CHARS, PLAIN, MotifPlan, OpPlan, Plan, ProgramPlan
 from .plan import SYSTEM as SYSTEM
 from .reasons import reasons
+from .schedule.branch import branched
 from .schedule.problem import PlanProblem
 from .schedule.schedule import Scheduler, StepSchedule
 from .schedule.search import Progress as Searching
@@ -138,6 +139,7 @@ def plan(
     systems: tuple[str, ...] = tuple(BASELINES),
     retime: bool = True,
     least_gain: float = 0.0,
+    branches: int = 0,
     progress: Progress | None = None,
 ) -> PlanResult:
     """Plan the communication of a training step: all choices together, beside every baseline and a lower bound.
@@ -161,6 +163,9 @@ def plan(
         retime: whether candidates are also simulated link by link, which then decides among them.
         least_gain: if the best plan saves less than this share of plain order's iteration time, 0 <= least_gain < 1,
             the plan is plain order and is called ``plain``.
+        branches: number of bounds, >= 0, by which the lower bound is raised where it lies below the plan: options of
+            comm-ops are divided, so that none is taken in shares (`schedule.branch`). Not in the budget; steps of more
+            than 4,000 ops have none.
         progress: called with a description of the current work and the share of it that is done.
 
     Returns:
@@ -171,15 +176,29 @@ def plan(
         Infeasible: a comm-op cannot be carried by the cluster's channels, or no order can be fed by the application.
     """
     _check(workload, budget_s, steps, seed, systems, least_gain)
+    if branches < 0:
+        raise InvalidInput(f"branches: must be at least 0, not {branches}")
     with collecting_less(len(workload.ops)):
         return _plan(
-            workload, cluster, budget_s, steps, seed, costs, synthesis_s, systems, retime, least_gain, progress
+            workload,
+            cluster,
+            budget_s,
+            steps,
+            seed,
+            costs,
+            synthesis_s,
+            systems,
+            retime,
+            least_gain,
+            branches,
+            progress,
         )
 
 
 def _plan(
     workload: Workload, cluster: Cluster, budget_s: float, steps: int | None, seed: int, costs: CostModel | None,
-    synthesis_s: float, systems: tuple[str, ...], retime: bool, least_gain: float, progress: Progress | None,
+    synthesis_s: float, systems: tuple[str, ...], retime: bool, least_gain: float, branches: int,
+    progress: Progress | None,
 ) -> PlanResult:  # fmt: skip
     tell = progress or (lambda message, fraction: None)
     time_left = _Budget(budget_s, limited=steps is None)
@@ -205,6 +224,10 @@ def _plan(
     if retime:
         tell("re-timing link by link", 0.0)
     name, best, link_level_us, notes = judge.chosen(found, starts, retime, least_gain, steps)
+    if branches and not compared.reduces:
+        tell("dividing options for the bound", 0.0)
+        higher = branched(problem, found.bound, min(best.us, best.schedule.period_us), branches=branches)
+        found = replace(found, bound=higher)
     plain = to_plan(name, best.schedule, problem, cluster)
     # A plan at the bound may lie below it by a rounding error.
     rounded = min(found.bound.us, max(plain.iteration_us, found.bound.us * (1 - ROUNDING)))
