@@ -9,7 +9,7 @@ follow each other, so that all of these happen at the same time for different sl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -59,6 +59,8 @@ class HostsProgram:
     """By stage and the elements of a chunk: what the GPU or the executor has loaded."""
     blocks: int
     """The most thread blocks of any kernel."""
+    views: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
+    """Regions of staging memory that were used before."""
 
     def describe(self) -> str:
         """One line: the program, its stages and slices."""
@@ -261,10 +263,14 @@ class _Turn:
 
     def _region(self, kind: str, stage: int, units: int, *, host: bool = False) -> torch.Tensor:
         loaded, chunk = self._loaded, self._range.chunk
-        size = ELEMENT_BYTES[loaded.dtype]
-        arena = self._owner._pinned if host else self._owner._arena
-        at = loaded.places[chunk][host][kind, stage] + self._slot * (arena.nbytes // SLOTS)
-        return arena[at : at + units * chunk * size].view(self._element)
+        key = chunk, self._slot, host, kind, stage, self._element
+        found = loaded.views.get(key)
+        if found is None:
+            size = ELEMENT_BYTES[loaded.dtype]
+            arena = self._owner._pinned if host else self._owner._arena
+            at = loaded.places[chunk][host][kind, stage] + self._slot * (arena.nbytes // SLOTS)
+            loaded.views[key] = found = arena[at : at + units * chunk * size].view(self._element)
+        return found
 
     def _user(self, tensor: torch.Tensor, shards: int) -> torch.Tensor:
         """The slice's part of the caller's memory, a row for each shard."""
