@@ -35,7 +35,10 @@ def test_what_programs_cannot_do_goes_to_nccl_and_says_why(launch: Launch, ranks
 @RANKS
 def test_works_futures_and_streams_are_as_under_nccl(launch: Launch, ranks: int) -> None:
     for told in launch(ranks, "streams"):
-        flags = {key: told[key] for key in ("busy", "host_went_on", "right", "future", "many", "coalesced")}
+        flags = {
+            key: told[key]
+            for key in ("busy", "host_went_on", "right", "future", "many", "coalesced", "kept", "eighths")
+        }
         assert all(flags.values()), flags
         assert told["spans"] == ["all_reduce direct"] and told["durations_us"][0] > 0
         assert "program direct on GPU memory" in told["choice"]

@@ -224,6 +224,7 @@ def streams_and_works() -> dict[str, Any]:
     batch.wait()
     found["coalesced"] = all(bool((one == world).all()) for one in pair)
     dist.barrier(device_ids=[device.index])
+    found["kept"], found["eighths"] = memory_is_kept(device), eighths_are_moved(device)
     with stretto.torch.record() as recording:
         dist.all_reduce(torch.ones(1 << 18, device=device))
         torch.cuda.synchronize()
@@ -232,6 +233,34 @@ def streams_and_works() -> dict[str, Any]:
     found["durations_us"] = [round(float(us), 1) for us in line.end_us - line.start_us]
     found["choice"] = str(stretto.torch.last_choice())
     return found
+
+
+def memory_is_kept(device: torch.device) -> bool:
+    """Tensors that the caller drops while an asynchronous call is under way are not given to others before its end."""
+    rank, world, right = dist.get_rank(), dist.get_world_size(), []
+    for turn in range(20):
+        whole = torch.empty(world << 18, device=device)
+        cuda._sleep(2_000_000)
+        work = dist.all_gather_into_tensor(
+            whole, torch.full((1 << 18,), float(rank + turn), device=device), async_op=True
+        )
+        others = [torch.full((1 << 18,), -1.0, device=device) for _ in range(4)]
+        assert work is not None
+        work.wait()
+        want = torch.arange(turn, turn + world, device=device).repeat_interleave(1 << 18)
+        right.append(bool((whole == want).all()) and all(bool((one == -1).all()) for one in others))
+    return all(right)
+
+
+def eighths_are_moved(device: torch.device) -> bool:
+    """Types that nobody adds up go as bytes: numbers of eight bits."""
+    world = dist.get_world_size()
+    mine = (torch.arange(1000, device=device) % 7 + dist.get_rank()).to(torch.float8_e4m3fn)
+    whole = torch.empty(1000 * world, dtype=torch.float8_e4m3fn, device=device)
+    dist.all_gather_into_tensor(whole, mine)
+    want = torch.cat([(torch.arange(1000, device=device) % 7 + r).float() for r in range(world)])
+    last = stretto.torch.last_choice()
+    return last is not None and last.backend == "gpu" and bool((whole.float() == want).all())
 
 
 def graphs() -> dict[str, Any]:

@@ -26,7 +26,7 @@ from .engine import Engine
 from .gpu_layout import GpuBuffers, gpu_buffers, gpu_refusal
 from .gpu_options import GpuOptions, asked_for_programs
 from .gpu_rendezvous import GpuSite, join_gpus
-from .gpu_selection import GpuSelector, in_one_trip
+from .gpu_selection import GpuSelector, gains_in_place
 from .gpu_work import GpuFlight, GpuWork
 from .launch_queue import Launch, capture_number, on_stream
 from .lost_ranks import LostRanks
@@ -378,7 +378,7 @@ class GpuEngine:
         found = self._ready.get(key)
         if found is not None:
             return found
-        pick = self._selector.pick(call.op, buffers.nbytes, call.root)
+        pick = self._selector.pick(call.op, buffers.nbytes, call.root, in_place=bool(source or target))
         loaded, places = self._loaded(pick.program, buffers, source, target)
         choice = call.choice(self.engine.name, backend="gpu", why=pick.why, nbytes=buffers.nbytes, pick=pick)
         how = f" {buffers.reduce} {dtype}" if buffers.reduce else ""
@@ -410,7 +410,7 @@ class GpuEngine:
     def _places(self, buffers: GpuBuffers) -> tuple[str, str]:
         """Where in symmetric memory a call reads and writes; empty where it does not, or is too small to gain."""
         pools = [pool.memory for pool in self._pools if pool.agreed]
-        if not (self._symmetric or pools) or in_one_trip(buffers.nbytes, self.engine.size):
+        if not (self._symmetric or pools) or not gains_in_place(buffers.nbytes, self.engine.size):
             return "", ""
         source, target = (
             place_in(self._symmetric, tensor) or place_in(pools, tensor, "pool ")

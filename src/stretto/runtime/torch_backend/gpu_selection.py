@@ -35,9 +35,18 @@ ONE_TRIP_BYTES = 512 << 10
 """Divided by the ranks: up to here everything to everybody in packets was fastest on an H200 (docs/calibration.md)."""
 
 
+IN_PLACE_BYTES = 256 << 10
+"""Divided by the ranks: above this, calls whose tensors lie in symmetric memory use them there."""
+
+
 def in_one_trip(nbytes: int, ranks: int) -> bool:
     """Whether a call is so small that every rank sends all it has to every other one, in packets."""
     return nbytes * ranks <= ONE_TRIP_BYTES
+
+
+def gains_in_place(nbytes: int, ranks: int) -> bool:
+    """Whether a call is large enough that ranks wait for each other rather than send packets."""
+    return nbytes * ranks > IN_PLACE_BYTES
 
 
 class GpuSelector:
@@ -47,15 +56,16 @@ class GpuSelector:
         """`price` is the runtime to simulate with; None takes `PRICE`, where that is known."""
         self._selector = selector
         self._price: Any = PRESETS.get(PRICE) if price is None else price
-        self._picks: dict[int, ProgramPick] = {}
+        self._picks: dict[tuple[int, bool], ProgramPick] = {}
 
-    def pick(self, op: str, nbytes: int, root: int = 0) -> ProgramPick:
+    def pick(self, op: str, nbytes: int, root: int = 0, *, in_place: bool = False) -> ProgramPick:
         """The program for a call; the same for all sizes between two powers of two.
 
         Args:
             op: The collective.
             nbytes: Its size.
             root: Its root, if it has one.
+            in_place: Whether its tensors are used where they lie, in symmetric memory.
 
         Returns:
             The program and why.
@@ -63,16 +73,17 @@ class GpuSelector:
         kind = "all_reduce" if op == "barrier" else op
         assert kind in KINDS
         usual = self._selector.pick(kind, nbytes, root=root, in_place=kind in IN_PLACE)
-        found = self._picks.get(id(usual))
+        small = kind == "all_reduce" and not in_place and in_one_trip(nbytes, len(self._selector.devices))
+        found = self._picks.get((id(usual), small))
         if found is None:
-            found = self._picks[id(usual)] = self._find(kind, usual, nbytes, root)
+            found = self._picks[id(usual), small] = self._find(kind, usual, nbytes, root, small)
         return found
 
-    def _find(self, kind: str, usual: ProgramPick, nbytes: int, root: int) -> ProgramPick:
+    def _find(self, kind: str, usual: ProgramPick, nbytes: int, root: int, small: bool) -> ProgramPick:
         cluster, ranks = self._selector.cluster, len(self._selector.devices)
         if usual.from_table:
             return usual
-        if kind == "all_reduce" and in_one_trip(nbytes, ranks):
+        if small:
             one_shot = algorithm("direct", kind, ranks, steps=1, in_place=True)
             return ProgramPick(program=one_shot, why="a small call: everything to everybody", rejected=usual.rejected)
         if self._price is None or cluster is None or not 2 < ranks <= MAX_SIMULATED:
