@@ -204,6 +204,7 @@ def main() -> None:
     parser.add_argument("--dtypes", default="float32")
     parser.add_argument("--pool", type=int, default=256 << 20)
     parser.add_argument("--seconds", type=float, default=100)
+    parser.add_argument("--until", type=float, default=1e9, help="begin no more trials after so many seconds")
     options = parser.parse_args()
     faulthandler.dump_traceback_later(options.seconds, exit=True)
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
@@ -211,7 +212,7 @@ def main() -> None:
     assert dist.group.WORLD is not None
     comm = GpuCommunicator(dist.group.WORLD, limit_s=10, delays=options.delays, seed=options.seed + 1)
     rng = random.Random(options.seed)
-    start = time.time()
+    start = begun = time.time()
     pool = cases(comm, options, rng)
     say(f"{len(pool)} programs loaded in {time.time() - start:.1f} s, {comm.held_bytes >> 20} MiB held")
     start, wrong, done = time.time(), 0, 0
@@ -224,6 +225,10 @@ def main() -> None:
             torch.cuda.synchronize()
             if comm.lost():
                 print("LOST", comm.rank, comm.lost(), comm._host.tolist(), flush=True)
+                break
+            late = torch.tensor(float(time.time() - begun > options.until))
+            dist.broadcast(late, 0)
+            if late:
                 break
     torch.cuda.synchronize()
     for at in torch.nonzero(counts).flatten().tolist():

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import os
 import random
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stretto import InvalidInput
 from stretto.runtime.torch_backend import symmetric_models
-from stretto.runtime.torch_backend.symmetric_pool import SymmetricPool, arenas
+from stretto.runtime.torch_backend.symmetric_pool import MemoryPiece, MemoryRing, SymmetricPool, arenas
 from stretto.torch import symmetric_buffers
 
 
@@ -65,6 +66,50 @@ def test_ranks_that_allocated_differently_have_different_layouts() -> None:
     assert one.layout == two.layout
     one.take(100)
     assert one.layout != two.layout and one.pieces[0][1] - one.pieces[0][0] == 512
+
+
+class RingPool(SymmetricPool):
+    """A pool on the host's memory, with streams by name."""
+
+    stream = 0
+
+    def _stream(self) -> int:
+        return self.stream
+
+
+def test_pieces_in_turn_do_not_depend_on_when_others_were_dropped() -> None:
+    rng, pools = random.Random(1), [RingPool(torch.zeros(1 << 16, dtype=torch.uint8)) for _ in range(2)]
+    held: list[list[tuple[int, int, MemoryRing, Any]]] = [[], []]
+    inside = 0
+    for _ in range(400):
+        stream, size = rng.randrange(3), rng.randrange(1, 2000)
+        places = []
+        for which, pool in enumerate(pools):
+            pool.stream = stream
+            ring = pool._rings.setdefault(stream, MemoryRing(len(pool._rings), (1 << 16) // 4))
+            at = ring.take(size)
+            places.append(at)
+            if at is None:
+                continue
+            assert all(at + size <= begin or end <= at for begin, end, *_ in held[which])
+            piece = MemoryPiece(pool.memory[at : at + size])
+            ring.given.append((at, at + size, weakref.ref(piece)))
+            held[which].append((at, at + size, ring, piece))
+            # One rank drops its pieces a little later than the other.
+            del held[which][: max(0, len(held[which]) - 3 - which)]
+        assert places[0] == places[1]
+        inside += places[0] is not None
+    assert inside == 400
+
+
+def test_a_piece_that_is_in_use_is_not_given_again() -> None:
+    ring = MemoryRing(1, 2048)
+    keep = MemoryPiece(torch.zeros(1))
+    assert ring.take(1000) == 2048
+    ring.given.append((2048, 3048, weakref.ref(keep)))
+    assert ring.take(1000) == 3072 and ring.take(100) is None and ring.take(4000) is None
+    del keep
+    assert ring.take(100) == 2048 + 512
 
 
 def test_nothing_is_given_outside_of_a_pool() -> None:

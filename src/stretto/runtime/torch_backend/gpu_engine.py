@@ -147,7 +147,8 @@ class GpuEngine:
             self.fail(StrettoError(f"rank {self.engine.rank}: {str(error).splitlines()[0]}"))
             raise
         barrier = calls[0].op == "barrier"
-        return GpuWork(flight, tensors, parts, check=self.check, blocks_host=barrier)
+        alone = not getattr(opts, "asyncOp", True)
+        return GpuWork(flight, tensors, parts, check=self.check, blocks_host=barrier, blocks_stream=alone)
 
     def _launch(
         self, site: GpuSite, parts: Sequence[tuple[CollectiveCall, GpuBuffers]], prepared: Sequence[Ready], opts: Any

@@ -42,10 +42,13 @@ class GpuWork(GroupWork):
     """A call on GPU memory. `stash` is memory that must live until the GPU is done with it."""
 
     def __init__(
-        self, flight: GpuFlight, tensors: Tensors, stash: object, *, check: Callable[[], object], blocks_host: bool
-    ) -> None:
+        self, flight: GpuFlight, tensors: Tensors, stash: object, *, check: Callable[[], object], blocks_host: bool,
+        blocks_stream: bool = False,
+    ) -> None:  # fmt: skip
+        """`blocks_stream` says that the call itself runs on the current stream, and nobody asks for its work."""
         # First of all: from the base's constructor on, works of other threads may look at this one.
         self._flight, self._stash, self._check, self._blocks_host = flight, stash, check, blocks_host
+        self._blocks_stream = blocks_stream
         super().__init__(tensors)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
@@ -61,6 +64,10 @@ class GpuWork(GroupWork):
             stream.wait_event(flight.launch.end)
         if stream == flight.submitted_on:
             self._stash = None
+            if self._blocks_stream:
+                # What the stream does next comes after the call: the caller may have the memory back now, and
+                # has it back at the same point on all ranks.
+                self._tensors = []
         if (timeout > NO_TIMEOUT or self._blocks_host) and not flight.launch.capture:
             self._wait_on_host(timeout)
         return True

@@ -107,7 +107,8 @@ def symmetric_buffers(model: torch.nn.Module, nbytes: int) -> int:
 
     Args:
         model: A model with modules that `fully_shard` was applied to, on a mesh of one dimension.
-        nbytes: The memory for these buffers: what two layers need for parameters and gradients, with room to spare.
+        nbytes: The memory for these buffers. FSDP2 takes them in four streams, each of which has a quarter; a quarter
+            should hold the unsharded parameters of four layers, or what does not fit lies elsewhere and is copied.
 
     Returns:
         How many modules use it; 0 where no program runs on their memory.
@@ -151,10 +152,11 @@ def _collectives(pool: SymmetricPool) -> tuple[Any, Any]:
 
     class Allocated:
         def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-            if prod(int(one) for one in size) == 0:
-                return torch.empty(*size, dtype=dtype, device=device)
-            with pool.use():
-                return torch.empty(*size, dtype=dtype, device=device)
+            shape = tuple(int(one) for one in size)
+            nbytes = prod(shape) * dtype.itemsize
+            return (
+                pool.piece(nbytes).view(dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype, device=device)
+            )
 
     class SymmetricAllGather(Allocated, AllGather):
         def __call__(
