@@ -50,7 +50,10 @@ class RankBench:
         self._plans: list[dict[str, Any]] = []
         if asked["plans"]:
             self._plans = plans_of(Path(asked["plans"]), self.world)
-            self._mscclpp = MscclppRanks(min(max(asked["sizes"]), MSCCLPP_MOST))
+            try:
+                self._mscclpp = MscclppRanks(min(max(asked["sizes"]), MSCCLPP_MOST))
+            except Exception:
+                print(f"MSCCL++ does not run beside: {traceback.format_exc()}", file=sys.stderr, flush=True)
 
     def meet(self) -> None:
         """All ranks come here."""
@@ -211,8 +214,10 @@ def main() -> None:
         print(f"GPU memory held on rank 0: {held} bytes", flush=True)
     bench.meet()
     if asked["parts"]:
-        print_parts(bench)
-    bench.meet()
+        try:
+            print_parts(bench)
+        except Exception:
+            print(traceback.format_exc(), file=sys.stderr, flush=True)
     # Not through destructors: a system that failed may have left something that waits.
     os._exit(0)
 
