@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -27,6 +29,7 @@ Run = Callable[[], object]
 ONE_SHOT_MOST = 1 << 20
 NCCL_MOST = 16 << 20
 MSCCLPP_MOST = 256 << 20
+PAUSE_S, READY_S = 0.01, 30.0
 HANGS_FROM = (8, 1 << 20)
 """symm_mem's two-shot hangs on one GPU with so many ranks and more bytes: not all of its blocks are resident."""
 
@@ -59,6 +62,12 @@ class RankBench:
         """All ranks come here."""
         torch.cuda.synchronize()
         dist.barrier()
+
+    def is_late(self, began: float) -> bool:
+        """Whether no further row is begun, so that there is time for what comes behind the table."""
+        late = torch.tensor(float(time.monotonic() - began > self.asked["rows_s"]))
+        dist.broadcast(late, 0)
+        return bool(late)
 
     def shared(self, nbytes: int) -> torch.Tensor:
         """Symmetric memory of so many bytes, of float32."""
@@ -159,6 +168,32 @@ def plans_of(folder: Path, ranks: int) -> list[dict[str, Any]]:
     return found
 
 
+def pass_gate(gate: Path, bench: RankBench) -> object:
+    """Jobs of other numbers of ranks start at the same time; once all are ready, they time one after the other.
+
+    Args:
+        gate: A file that all jobs lock.
+        bench: This rank's.
+
+    Returns:
+        What holds the lock.
+    """
+    torch.cuda.synchronize()
+    passed = gate.with_name(f"{gate.name}-{bench.world}")
+    if bench.rank == 0:
+        gate.with_name(f"{gate.name}-ready-{bench.world}").touch()
+        deadline = time.monotonic() + READY_S
+        while len(list(gate.parent.glob(f"{gate.name}-ready-*"))) < bench.asked["jobs"] and time.monotonic() < deadline:
+            time.sleep(PAUSE_S)
+        file = gate.open("w")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        passed.touch()
+        return file
+    while not passed.exists():
+        time.sleep(PAUSE_S)
+    return None
+
+
 def print_parts(bench: RankBench) -> None:
     """Large calls beside copies, and what the interpreter's steps cost."""
     group: Any = dist.group.WORLD
@@ -185,10 +220,14 @@ def main() -> None:
     bench = RankBench(asked)
     out = Path(sys.argv[1])
     rate = 0.0
+    lock = pass_gate(Path(asked["gate"]), bench)
     if asked["bound"]:
         rate = 2 * (64 << 20) * bench.world / bench.copy_us(64 << 20)
-    for kind in asked["collectives"]:
-        for nbytes in asked["sizes"]:
+    began = time.monotonic()
+    for at, kind in enumerate(asked["collectives"]):
+        for nbytes in asked["other_sizes" if at else "sizes"]:
+            if bench.is_late(began):
+                break
             row: dict[str, Any] = {
                 "collective": kind,
                 "ranks": bench.world,
@@ -218,6 +257,8 @@ def main() -> None:
             print_parts(bench)
         except Exception:
             print(traceback.format_exc(), file=sys.stderr, flush=True)
+    torch.cuda.synchronize()
+    del lock
     # Not through destructors: a system that failed may have left something that waits.
     os._exit(0)
 
