@@ -27,7 +27,7 @@ from stretto.runtime.probe.mscclpp_ranks import MscclppRanks
 
 Run = Callable[[], object]
 ONE_SHOT_MOST = 1 << 20
-NCCL_MOST = 16 << 20
+NCCL_MOST = 4 << 20
 MSCCLPP_MOST = 256 << 20
 PAUSE_S, READY_S = 0.01, 30.0
 HANGS_FROM = (8, 1 << 20)
