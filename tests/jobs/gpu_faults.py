@@ -58,7 +58,7 @@ def drive(fault: str, folder: Path) -> int:
 
         def disturb() -> None:
             while not plan_is_active():
-                time.sleep(0.5)
+                time.sleep(1.0)
             time.sleep(2.0)
             (folder / "fault").write_text(str(time.time()))
             if fault == "link":
@@ -92,14 +92,21 @@ def main() -> None:
         "CUDA_DEVICE_MAX_CONNECTIONS": "16",
     }  # fmt: skip
     words = [sys.executable, "-m", "stretto", "run", "--budget", "3", "--plans", str(folder / "plans"), "--"]
-    begun = time.time()
-    done = subprocess.run(
-        [*words, sys.executable, __file__, "--inside", fault, str(folder)], env=os.environ | shared,
-        capture_output=True, text=True, timeout=LIMIT_S + 30.0, check=False,
-    )  # fmt: skip
+    begun, log = time.time(), folder / "run.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [*words, sys.executable, __file__, "--inside", fault, str(folder)], env=os.environ | shared,
+            stdout=out, stderr=out, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code: int | str = process.wait(LIMIT_S + 20.0)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            code = "did not end"
     at = folder / "fault"
-    said = [line for line in done.stderr.splitlines() if "stretto:" in line and "status --address" not in line]
-    told: dict[str, Any] = {"fault": fault, "code": done.returncode, "whole_s": round(time.time() - begun, 1)}
+    lines = log.read_text(errors="replace").splitlines()
+    said = [line for line in lines if "stretto:" in line and "status --address" not in line]
+    told: dict[str, Any] = {"fault": fault, "code": code, "whole_s": round(time.time() - begun, 1)}
     told["after_s"] = round(time.time() - float(at.read_text()), 1) if at.exists() else None
     ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("gpt-ddp-*.json"))]
     told["iterations"] = [len(rank["losses"]) for rank in ranks]
