@@ -25,19 +25,22 @@ ROOT = Path(__file__).parents[2]
 RANK = ROOT / "benchmarks" / "gpu_jobs_rank.py"
 STEPS, UPLINK, SLOW = int(os.environ.get("STEPS", "240")), os.environ.get("UPLINK", "4gbit"), "1gbit"
 LIMIT_S = float(os.environ.get("LIMIT", "60"))
+MINE = "FAULTS_JOB"
+"""A variable by which the processes of this job are known."""
 FAULTS = ("controller", "rank", "link", "none")
 
 
-def processes(word: str, variable: str = "") -> list[int]:
-    """Processes of this user with a word in their command, and a variable in their environment."""
+def processes(word: str, *variables: str) -> list[int]:
+    """Processes of this job with a word in their command, and variables in their environment."""
+    wanted = {variable.encode() for variable in (*variables, f"{MINE}={os.environ[MINE]}")}
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             command = (entry / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
-            environment = (entry / "environ").read_bytes().split(b"\0") if variable else []
+            environment = set((entry / "environ").read_bytes().split(b"\0"))
         except OSError:
             continue
-        if word in command and (not variable or variable.encode() in environment):
+        if word in command and wanted <= environment:
             found.append(int(entry.name))
     return found
 
@@ -64,8 +67,8 @@ def drive(fault: str, folder: Path) -> int:
             if fault == "link":
                 lab.reshape("eth", 1, SLOW)
             elif fault != "none":
-                word, more = ("controller_process", "") if fault == "controller" else (str(RANK), "RANK=2")
-                for pid in processes(word, more)[:1]:
+                found = processes("controller_process") if fault == "controller" else processes(str(RANK), "RANK=2")
+                for pid in found:
                     os.kill(pid, signal.SIGKILL)
 
         threading.Thread(target=disturb, daemon=True).start()
@@ -89,7 +92,7 @@ def main() -> None:
         old.unlink(missing_ok=True)
     shared = {
         "OMP_NUM_THREADS": "1", "NCCL_SOCKET_IFNAME": "eth", "NCCL_MAX_NCHANNELS": "2",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "16",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "16", MINE: f"{folder.resolve()} {os.getpid()}",
     }  # fmt: skip
     words = [sys.executable, "-m", "stretto", "run", "--budget", "3", "--plans", str(folder / "plans"), "--"]
     begun, log = time.time(), folder / "run.log"
