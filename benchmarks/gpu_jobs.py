@@ -4,9 +4,10 @@
 Every case runs in a lab (two hosts; all ranks may share one GPU, under MPS). `nccl_ms` and `gloo_ms` are the script by
 itself, `own_ms` is the same NCCL inside of `stretto run`, measured in turns with `plan_ms`: `gain` is the median over
 the pairs of blocks, `low` and `high` bound it with 95 % confidence (bootstrap).
-`losses_off` compares with NCCL alone, relatively, over all iterations that both made. `least_ms` is what no way can be
+`losses_off` compares, relatively, the first iterations from the begin of the plan on with the same ones, from the same
+parameters, on NCCL itself. `least_ms` is what no way can be
 below: the compute of the recorded step, or its bytes that must cross an uplink; `allows` is `own_ms` over that.
-All scripts by themselves are run one after the other in one start of the ranks.
+Scripts are run one after the other in one start of the ranks; with little time only the first ones.
 `--device cpu` runs the same on gloo and CPUs, to try the benchmark. `--cases`, `--ranks`, `--uplink` choose.
 """
 
@@ -30,12 +31,17 @@ from common import Row, common_options, finish
 from gpu_jobs_rank import BLOCK, MODELS, TRIAL
 
 RANK = Path(__file__).with_name("gpu_jobs_rank.py")
-STEPS, ALONE, GLOO = 320, 60, 12
+STEPS, ALONE, GLOO = 420, 60, 12
 """Iterations: under `stretto run` at most, of the script alone, and with gloo."""
 WARM = 5
-LEAST_S, END_S = 5.0, 5.0
+LEAST_S, END_S = 5.0, 6.0
 """A run with less time than this is not begun; a run under `stretto run` ends so long before its limit, if it can."""
 DRAWS = 2000
+CALLS = {
+    "resnet-ddp": {"all_reduce", "broadcast"}, "gpt-fsdp2": {"all_gather", "reduce_scatter"},
+    "dlrm": {"all_reduce", "all_to_all"},
+}  # fmt: skip
+"""The collectives of models that do more than sum gradients."""
 
 
 def lab(ranks: int, uplink: str) -> list[str]:
@@ -91,33 +97,35 @@ def alone(backend: str, steps: int, args: Any, where: Path) -> str:
     return run(command, args, where / f"{backend}.log", BACKEND=backend)
 
 
-def under(model: str, backend: str, args: Any, where: Path) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
-    """The script under `stretto run`."""
+def under(backend: str, args: Any, where: Path) -> str:
+    """All scripts under `stretto run`; what went wrong, if anything."""
     folder = where / "run"
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "stretto", "run", "--budget", str(args.budget), "--json", str(where / "run.json")]
-    command += ["--", *lab(args.ranks, args.uplink), sys.executable, str(RANK), model, str(folder), str(STEPS)]
+    command += ["--", *lab(args.ranks, args.uplink), sys.executable, str(RANK), args.cases, str(folder), str(STEPS)]
     more = {"STRETTO_CARRIER": "gloo"} if backend == "cpu" else {}
     (where / "plans").mkdir(mode=0o700, exist_ok=True)
     more["STRETTO_PLANS"] = str(where / "plans")
     limit_s = min(args.limit, args.until - time.monotonic())
     more["DEADLINE"] = str(time.time() + limit_s - END_S)
-    wrong = run(command, args, where / "run.log", BACKEND=backend, PAIRS=str(args.pairs), **more)
-    status: dict[str, Any] = {}
-    if (where / "run.json").exists():
-        status = json.loads((where / "run.json").read_text())
-    return told(folder, model), status, wrong
+    return run(command, args, where / "run.log", BACKEND=backend, PAIRS=str(args.pairs), **more)
 
 
-def least_ms(where: Path, ranks: int, uplink: str) -> float | None:
-    """What an iteration takes at least: its compute, or the bytes that must leave each host; None without a plan."""
+def kept_plan(where: Path, model: str) -> Any:
+    """The plan that a model has left, known by its collectives; None where it has left none."""
     from stretto.control.kept_plans import KeptPlan
     from stretto.control.messages import decode_captured
 
-    kept = sorted((where / "plans").glob("*.plan.json"))
-    if not kept:
-        return None
-    workload, _ = decode_captured(msgspec.json.decode(kept[-1].read_bytes(), type=KeptPlan).captured)
+    for path in sorted((where / "plans").glob("*.plan.json")):
+        kept = msgspec.json.decode(path.read_bytes(), type=KeptPlan)
+        workload, _ = decode_captured(kept.captured)
+        if {op.kind for op in workload.comm_ops} == CALLS.get(model, {"all_reduce"}):
+            return kept, workload
+    return None
+
+
+def least_ms(workload: Any, ranks: int, uplink: str) -> float:
+    """What an iteration takes at least: its compute, or the bytes that must leave each host."""
     number, unit = re.fullmatch(r"([0-9.]+)([gm])bit", uplink).groups()  # type: ignore[union-attr]
     bytes_per_ms = float(number) * {"g": 1e9, "m": 1e6}[unit] / 8e3
     # Of two equal hosts, each must have the other's half of what is gathered or scattered; sums are both, and of an
@@ -125,7 +133,7 @@ def least_ms(where: Path, ranks: int, uplink: str) -> float | None:
     shares = {"all_reduce": 1.0, "all_to_all": ranks / 2}
     crossing = sum(min(op.rank_nbytes, default=op.nbytes) * shares.get(op.kind, 0.5) for op in workload.comm_ops)
     compute_us = sum(max(op.durations_us, default=op.duration_us) for op in workload.ops if not op.is_comm)
-    return max(crossing / bytes_per_ms, compute_us / 1e3)
+    return float(max(crossing / bytes_per_ms, compute_us / 1e3))
 
 
 def medians_ms(ranks: list[dict[str, Any]], begins: str = "") -> float | None:
@@ -165,43 +173,41 @@ def interval(ratios: list[float]) -> tuple[float, float]:
     return drawn[int(0.025 * DRAWS)], drawn[int(0.975 * DRAWS)]
 
 
-def losses_off(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float | None:
-    """The largest relative difference of a loss."""
+def losses_off(ranks: list[dict[str, Any]]) -> float | None:
+    """The largest relative difference of a loss under the plan from what NCCL itself makes of the same iteration."""
     pairs = [
-        (a, b) for mine, other in zip(ours, theirs, strict=False)
-        for a, b in zip(mine["losses"], other["losses"], strict=False)
+        (mine, other) for rank in ranks if "reference" in rank
+        for mine, other in zip(rank["losses"][rank["first"] :], rank["reference"], strict=False)
     ]  # fmt: skip
     return max((abs(a - b) / max(abs(b), 1e-9) for a, b in pairs), default=None)
 
 
 def case(model: str, where: Path, args: Any) -> Row:
-    """One script under `stretto run`, beside what it took alone."""
+    """What was measured of a script under `stretto run`, and alone."""
     backend = "nccl" if args.device == "cuda" else "cpu"
     row: Row = {"case": f"{model} 2x{args.ranks} {args.uplink}"}
     plain, with_gloo = told(where / backend, model), told(where / "gloo", model)
     row["nccl_ms"], row["gloo_ms"] = medians_ms(plain), medians_ms(with_gloo)
     if args.alone:
         return row
-    ran, status, wrong = under(model, backend, args, where / model)
-    row["run_wrong"] = wrong or None
+    ran = told(where / "run", model)
     found = pairs_of(ran) if ran and ran[0]["runs"] else []
-    split = status["jobs"][0]["split"] if status.get("jobs") else {}
-    row["about"] = status["jobs"][0]["about"][:120] if status.get("jobs") else None
+    kept = kept_plan(where, model)
     row["own_ms"] = median(own for _, own, _ in found) if found else medians_ms(ran, "own") if ran else None
     row["plan_ms"] = median(plan for plan, _, _ in found) if found else None
-    row["predicted_ms"] = split.get("predicted_plan_us", 0.0) / 1e3 or None
+    row["predicted_ms"] = kept[0].answer.iteration_us / 1e3 if kept is not None else None
     row["pairs"] = len(found)
     if found:
         row["gain"] = median(own / plan for plan, own, _ in found)
         row["low"], row["high"] = interval([own / plan for plan, own, _ in found])
         row["backend_percent"] = 100 * (median(ours / own for _, own, ours in found) - 1)
-    row["least_ms"] = least = least_ms(where / model, args.ranks, args.uplink)
+    row["least_ms"] = least = least_ms(kept[1], args.ranks, args.uplink) if kept is not None else None
     own_ms = row["own_ms"]
     row["allows"] = own_ms / least if least and isinstance(own_ms, float) else None
     before = medians_ms(ran, "own") if ran and ran[0]["runs"] else None
     recorded = medians_ms(ran, "recording") if before else None
     row["recording_percent"] = 100 * (recorded / before - 1) if recorded and before else None
-    row["losses_off"] = losses_off(ran, plain)
+    row["losses_off"] = losses_off(ran)
     return row
 
 
@@ -233,6 +239,9 @@ def main() -> None:
         for backend in backends:
             wrong = alone(backend, GLOO if backend == "gloo" else ALONE, args, where)
             print(f"{backend} alone: {wrong or 'done'}", file=sys.stderr, flush=True)
+        if not args.alone:
+            wrong = under("nccl" if args.device == "cuda" else "cpu", args, where)
+            print(f"under stretto run: {wrong or 'done'}", file=sys.stderr, flush=True)
         rows = []
         for model in args.cases.split(","):
             rows.append(case(model, where, args))

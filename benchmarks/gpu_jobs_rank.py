@@ -30,6 +30,10 @@ BLOCK, TRIAL = 8, 20
 """Iterations under the plan between two trials, and of a trial."""
 LOOK = 16
 """Iterations between two looks at the clock while there is no plan."""
+REFERENCE = 24
+"""Iterations from the begin of the plan on that are repeated with NCCL itself, to compare losses."""
+LEAST_S, REFERENCE_S = 30.0, 5.0
+"""With less time than this no further model is begun; what repeating one's iterations takes."""
 LITTLE = os.environ.get("BACKEND") == "cpu"
 WIDTH, LAYERS, BATCH, SEQUENCE, VOCABULARY = (128, 2, 1, 16, 512) if LITTLE else (256, 4, 8, 128, 2048)
 TABLES, ROWS, EMBEDDED, SAMPLES, DENSE = (10, 100, 16, 256, 256) if LITTLE else (10, 1000, 64, 2048, 1024)
@@ -185,6 +189,11 @@ class Job:
         ids = [self.device.index] if self.device.type == "cuda" else None
         return DistributedDataParallel(net, device_ids=ids, bucket_cap_mb=4)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """This rank's part of all parameters and buffers."""
+        found = [one.detach() for one in (*self.net.parameters(), *self.net.buffers())]
+        return [one.to_local() if hasattr(one, "to_local") else one for one in found]
+
     def step(self, number: int) -> torch.Tensor:
         """Two micro-batches, the first without a sum, and an evaluation now and then, where the name ends in loop."""
         parts = 2 if self.name == "gpt-loop" else 1
@@ -220,10 +229,12 @@ class Job:
 class Pairs:
     """Under `stretto run`: what runs each iteration, and plans that are set aside again and again."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, deadline_s: float) -> None:
         self._count = count
         self.first = -1
-        self._deadline_s, self._looked_s = float(os.environ.get("DEADLINE", "inf")), time.time()
+        self.kept: list[torch.Tensor] = []
+        """Parameters and buffers when the plan became active."""
+        self._deadline_s, self._looked_s = deadline_s, time.time()
 
     def runs(self, step: int) -> str:
         """What runs the iteration that begins: "recording", "own", "backend", "plan" or, in a trial, who instead."""
@@ -253,7 +264,7 @@ class Pairs:
         if self.first >= 0 and step - self.first >= self._count * (BLOCK + TRIAL):
             return True
         every, begin = (BLOCK + TRIAL, self.first) if self.first >= 0 else (LOOK, 0)
-        if "DEADLINE" not in os.environ or step == begin or (step - begin) % every:
+        if self._deadline_s == float("inf") or step == begin or (step - begin) % every:
             return False
         store: Any = dist.distributed_c10d._get_default_store()
         if dist.get_rank() == 0:
@@ -273,18 +284,33 @@ def main() -> None:
     # Several ranks on one GPU work with NCCL when each believes to be on a host of its own.
     os.environ.setdefault("NCCL_HOSTID", f"rank{os.environ['RANK']}")
     begun = time.perf_counter()
-    dist.init_process_group("gloo" if backend == "cpu" else backend)
-    for name in names:
-        told = train(Job(name, device), steps)
+    planned: list[tuple[str, Pairs, dict[str, Any]]] = []
+    for number, name in enumerate(names):
+        left = len(names) - number - 1
+        if "PAIRS" in os.environ and not _goes_on(folder / f"{name}.go"):
+            break
+        dist.init_process_group("gloo" if backend == "cpu" else backend)
+        job = Job(name, device)
+        pairs = None
+        if "PAIRS" in os.environ:
+            pairs = Pairs(int(os.environ["PAIRS"]), _deadline_s() - left * LEAST_S - (number + 1) * REFERENCE_S)
+        told = train(job, steps, pairs)
         told["whole_s"] = time.perf_counter() - begun
-        (folder / f"{name}-{dist.get_rank()}.json").write_text(json.dumps(told))
-    dist.destroy_process_group()
+        _write(folder, name, told)
+        job.net = None
+        dist.destroy_process_group()
+        if pairs is not None and pairs.kept:
+            planned.append((name, pairs, told))
+    for name, pairs, told in planned:
+        _write(folder, name, told | {"first": pairs.first, "reference": reference(name, device, pairs)})
 
 
-def train(job: Job, steps: int) -> dict[str, Any]:
-    """One model: losses, the times of iterations and, with PAIRS, what ran each of them."""
-    device = job.device
-    pairs = Pairs(int(os.environ["PAIRS"])) if "PAIRS" in os.environ else None
+def _write(folder: Path, name: str, told: dict[str, Any]) -> None:
+    (folder / f"{name}-{os.environ['RANK']}.json").write_text(json.dumps(told))
+
+
+def train(job: Job, steps: int, pairs: Pairs | None) -> dict[str, Any]:
+    """One model: losses, the times of iterations and, with pairs, what ran each of them."""
     losses: list[torch.Tensor] = []
     runs: list[str] = []
     ends: list[Any] = []
@@ -293,14 +319,47 @@ def train(job: Job, steps: int) -> dict[str, Any]:
             if pairs.done(step):
                 break
             runs.append(pairs.runs(step))
+            if pairs.first == step:
+                pairs.kept = [tensor.clone() for tensor in job.tensors()]
         losses.append(job.step(step))
-        ends.append(_moment(device))
-    if device.type == "cuda":
+        ends.append(_moment(job.device))
+    if job.device.type == "cuda":
         torch.cuda.synchronize()
         times_ms = [a.elapsed_time(b) for a, b in pairwise(ends)]
     else:
         times_ms = [1e3 * (b - a) for a, b in pairwise(ends)]
     return {"losses": [float(loss) for loss in losses], "times_ms": [0.0, *times_ms], "runs": runs}
+
+
+def reference(name: str, device: torch.device, pairs: Pairs) -> list[float]:
+    """The losses from where the plan became active on, with NCCL itself: with options of its own it is left alone."""
+    if device.type == "cpu":
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("nccl", pg_options=dist.ProcessGroupNCCL.Options())
+    job = Job(name, device)
+    with torch.no_grad():
+        for tensor, kept in zip(job.tensors(), pairs.kept, strict=True):
+            tensor.copy_(kept)
+    losses = [float(job.step(pairs.first + step)) for step in range(REFERENCE)]
+    job.net = None
+    dist.destroy_process_group()
+    return losses
+
+
+def _deadline_s() -> float:
+    return float(os.environ.get("DEADLINE", "inf"))
+
+
+def _goes_on(file: Path) -> bool:
+    """Whether there is time for another model: rank 0 decides, by a file."""
+    if os.environ["RANK"] == "0":
+        part = file.with_suffix(".part")
+        part.write_text(str(int(_deadline_s() - time.time() > LEAST_S)))
+        part.rename(file)
+    while not file.exists():
+        time.sleep(0.01)
+    return file.read_text() == "1"
 
 
 def _moment(device: torch.device) -> Any:

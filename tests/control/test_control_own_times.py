@@ -16,6 +16,7 @@ from stretto.control.messages import decode_captured, encode_captured
 from stretto.control.own_costs import OwnCosts, OwnTime, cluster_of, fitted, share_of_bytes
 from stretto.control.worker import PlanRequest, answer
 from stretto.errors import Infeasible
+from stretto.planner.costs.channels import bindings_for
 from stretto.planner.costs.costs import Motion
 from stretto.runtime.capture import gpu_times
 from stretto.runtime.torch_backend.own_backend import OwnBackend
@@ -227,3 +228,16 @@ def test_moments_are_written_when_the_recording_ends(monkeypatch: pytest.MonkeyP
     assert call.end_us != call.end_us
     times.resolve()
     assert call.end_us - call.begin_us == pytest.approx(10.0, abs=1e-3)
+
+
+def test_no_size_is_cheaper_for_each_byte_than_the_largest() -> None:
+    # A shaper lets what it has saved up through at once.
+    rows = ((1e3, 100.0), (262144.0, 300.0), (16777216.0, 35000.0))
+    hosts = [*"ab"]
+    time = OwnTime(kind="all_reduce", scope="inter", ranks=2, times=rows)
+    cluster = timing.own_cluster(hosts, [time])
+    costs = OwnCosts(cluster, [time])
+    motion = Motion(kind="all_reduce", groups=((0, 1),), channels=bindings_for(cluster, ((0, 1),))[0].channels)
+    (algorithm,) = costs.algorithms(motion, 262144.0)
+    assert costs.cost(motion, 262144.0, algorithm).us == pytest.approx(35000.0 / 64)
+    assert costs.cost(motion, 16777216.0, algorithm).us == pytest.approx(35000.0)

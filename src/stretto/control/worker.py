@@ -24,9 +24,10 @@ from ..files import typed
 from ..planner import api
 from ..planner.api import SYSTEM, to_plan, to_schedule
 from ..planner.costs.costs import CostModel
+from ..planner.costs.measured import NCCL
 from ..planner.plan import PLAIN, Plan
 from .messages import MAX_MESSAGE_BYTES, CapturedStep, decode_captured, decode_plan, encode_plan
-from .own_costs import OwnCosts
+from .own_costs import MOTIF_US, OwnCosts
 from .refine import RefinedCosts
 from .spans import ReportSpan, schedule_spans
 
@@ -84,8 +85,9 @@ def answer(ask: PlanRequest) -> PlanReply:
     workload, cluster = decode_captured(ask.captured)
     costs: CostModel = RefinedCosts(simulated_costs(cluster), ask.factors, ask.captured.motif_us)
     if ask.captured.own_times:
-        # Measured times have what every motif costs in them.
-        costs = RefinedCosts(OwnCosts(cluster, ask.captured.own_times), ask.factors)
+        # Measured times have what every call costs in them.
+        own_us = MOTIF_US if ask.captured.own_times[0].library == NCCL else 0.0
+        costs = RefinedCosts(OwnCosts(cluster, ask.captured.own_times), ask.factors, own_us)
     made = api.plan(workload, cluster, budget_s=ask.budget_s, seed=ask.seed, costs=costs)
     plan = to_plan(PLAIN, made.plain, made.problem, cluster) if ask.plain else made.plan
     current_us = 0.0
