@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A long job whose plan changes again and again: ``soak_job.py FOLDER CARRIER ITERATIONS REPLAN_EVERY``.
+"""A long job whose plan changes again and again: ``soak_job.py FOLDER CARRIER ITERATIONS EVERY [PAUSE_S]``.
 
 Writes FOLDER/report: memory, descriptors, threads and shared memory of the controller and of every rank under each
 plan, their growth by a straight line after the first fifth, and for how many iterations plans have run. A real planner
@@ -82,14 +82,14 @@ def plan_lengths(folder: Path) -> list[int]:
     return np.diff(starts).tolist()
 
 
-def main(folder: Path, carrier: str, iterations: int, every: int) -> None:
+def main(folder: Path, carrier: str, iterations: int, every: int, pause_s: float = PAUSE_S) -> None:
     """Run the job, and take samples, until so many iterations have run under so many plans."""
     folder.mkdir(parents=True, exist_ok=True)
     # On a busy machine the controller is late, and plans last for longer than they should.
     least_plans = iterations // every // 2
     controller = FORK.Process(target=control, args=(folder, every))
     ranks = [
-        FORK.Process(target=train, args=(folder, rank, RANKS, carrier, CALL_TIMEOUT_S, PAUSE_S))
+        FORK.Process(target=train, args=(folder, rank, RANKS, carrier, CALL_TIMEOUT_S, pause_s))
         for rank in range(RANKS)
     ]
     processes = {"controller": controller, **{f"rank {rank}": process for rank, process in enumerate(ranks)}}
@@ -130,4 +130,4 @@ def main(folder: Path, carrier: str, iterations: int, every: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), *map(float, sys.argv[5:6]))
