@@ -118,7 +118,11 @@ class RuntimeStage:
             return
         else:
             many: Any = (given,) if isinstance(given, torch.Tensor) else given
-            found, groups = _backward.stage_backward_input(many, grads, inputs, self.submod.parameters())
+            # Of these alone: older versions find no gradient at all where one of the inputs wants none.
+            wanting = [value for value in inputs if value.requires_grad]
+            got, groups = _backward.stage_backward_input(many, grads, wanting, self.submod.parameters())
+            each = iter(got)
+            found = [next(each) if value.requires_grad else None for value in inputs]
             self._late[microbatch] = lambda: _backward.stage_backward_weight(self.submod.parameters(), groups)
             for value in inputs:
                 value.grad = None
