@@ -71,6 +71,12 @@ def unpack(parts: Sequence[Part], tensors: Tensors, buffer: torch.Tensor) -> Non
         torch._foreach_copy_(boxes, [p.packed(buffer, box.shape) for p, box in zip(parts, boxes, strict=True)])
 
 
+def finish_stream(tensors: Tensors) -> None:
+    """Wait on the host for the current stream of the GPU, if tensors are on one."""
+    if any(tensor is not None and tensor.is_cuda for tensor in tensors):
+        cuda.current_stream().synchronize()
+
+
 class RoundBuffers:
     """The packed input and output of the rounds that are under way, by turns.
 
@@ -188,6 +194,8 @@ class RoundBuffers:
         """Wait on the host for all rounds."""
         if self._gpu is None:
             return
+        # The caller's stream has copied what stays on this rank.
+        self._lanes[2].wait_stream(cuda.current_stream(self._gpu))
         end = cuda.Event()
         end.record(self._lanes[2])
         looked = time.monotonic()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,8 @@ class SourceGuard:
         self._over = False
         self._here: list[torch.Tensor] | None = None
         self._here_read = False
+        self._here_end: Any = None
+        """On a GPU: where the sender's stream has read the parts that stay here."""
         self.checksums: dict[str, int] | None = None
         """Those of the sources as they were, if they are wanted."""
         self.copied_bytes = 0
@@ -83,6 +85,9 @@ class SourceGuard:
         with self._lock:
             yield self._here
             self._here, self._here_read = None, True
+            if any(tensor is not None and tensor.is_cuda for tensor in self._sources):
+                self._here_end = cuda.Event()
+                self._here_end.record()
 
     def end(self) -> None:
         """The update is over, well or not: nothing is read any more."""
@@ -121,6 +126,8 @@ class SourceGuard:
                 done = "wait"
                 self._lock.wait(0.05)
             self._transfer.catch_up_packing()
+            if self._here_end is not None:
+                cuda.current_stream().wait_event(self._here_end)
         return done
 
     def _left(self) -> list[int]:
@@ -152,13 +159,16 @@ class PendingUpdate:
         self._guard = guard
         self._version: int | None = None
         self._error: BaseException | None = None
-        device = cuda.current_device() if torch.cuda.is_available() else None
+        stream: Any = None
+        if torch.cuda.is_available() and cuda.is_initialized():
+            # After what the caller has put onto its stream so far, and beside what it will.
+            stream = cuda.Stream()
+            stream.wait_stream(cuda.current_stream())
 
         def work() -> None:
             try:
-                if device is not None:
-                    cuda.set_device(device)
-                self._version = run()
+                with cuda.stream(stream) if stream is not None else nullcontext():
+                    self._version = run()
             except BaseException as error:
                 self._error = error
             finally:

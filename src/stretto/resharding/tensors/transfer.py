@@ -19,7 +19,7 @@ from ..tasks import Box
 from .carrier import ReshardGroup
 from .describe import PlacedTensor, dtype_of
 from .movers import Check, GpuMover, Mover, mover_of
-from .packing import Part, RoundBuffers, Tensors, pack, unpack
+from .packing import Part, RoundBuffers, Tensors, finish_stream, pack, unpack
 from .pending import SourceGuard
 from .rounds import Rounds, Stream, busiest_bytes, deal, streams_of
 
@@ -172,6 +172,8 @@ class Transfer:
         for finish in under_way:
             finish(check)
         self.settle(check)
+        if self.gpu is None:
+            finish_stream(targets)
 
     def settle(self, check: Check = lambda: None) -> None:
         """Wait on the host until the GPU is done with all rounds; without a GPU there is nothing to wait for."""
@@ -258,6 +260,9 @@ class Transfer:
                 packed = pack(each.inputs, sources, memory.take(0, slot, each.in_bytes, device))
             elif memory.shares_inputs:
                 packed = memory.take(0, slot, each.in_bytes, device).copy_(packed)
+            if guard is not None and self.gpu is None:
+                # Through pinned memory everything is on the caller's stream, and a trainer may be on another.
+                finish_stream(sources)
         goal = None if self.gpu is not None else _whole(each.outputs, targets, each.out_bytes)
         unpacked = goal if goal is not None else memory.take(1, slot, each.out_bytes, device)
         with memory.moving(slot):
