@@ -14,9 +14,9 @@ JOB = "weights_job.py"
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_generated_state_dicts_and_tensors_arrive_bit_for_bit(tmp_path: Path, ranks: int) -> None:
-    names = ["generated", "resharded", "overlapped", "deltas"]
+    names = ["generated", "resharded", "overlapped", "deltas", "mapped"]
     for told in start_ranks(tmp_path, ranks, ["cuda", str(ranks), "2", *names], job=JOB):
-        assert [told[name]["wrong"] for name in names] == [[], [], [], []] and told["generated"]["routes"] == ["gpu"]
+        assert [told[name]["wrong"] for name in names] == [[]] * 5 and told["generated"]["routes"] == ["gpu"]
 
 
 def test_the_same_through_pinned_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from mapped_weights import mapped
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -237,6 +238,7 @@ def dies(seed: int, device: str) -> Any:
 
 SCENARIOS: dict[str, Callable[[int, str], Any]] = {
     "generated": generated, "resharded": resharded, "overlapped": overlapped, "deltas": deltas, "dies": dies,
+    "mapped": mapped,
 }  # fmt: skip
 
 

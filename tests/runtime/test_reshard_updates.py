@@ -38,13 +38,18 @@ def outcomes_of(folder: Path, seed: int, *scenarios: str, lost: int | None = Non
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return outcomes_of(tmp_path_factory.mktemp("updates"), 1, "generated", "resharded", "overlapped", "deltas")
+    names = ("generated", "resharded", "overlapped", "deltas", "mapped")
+    return outcomes_of(tmp_path_factory.mktemp("updates"), 1, *names)
 
 
 def test_generated_state_dicts_arrive_bit_for_bit_whatever_their_layouts(outcomes: list[dict[str, Any]]) -> None:
     for told in outcomes:
         assert told["generated"]["wrong"] == [] and told["generated"]["rounds"] > 1
         assert told["resharded"]["wrong"] == []
+
+
+def test_drawn_models_get_through_a_mapping_whatever_both_sides_parallelize(outcomes: list[dict[str, Any]]) -> None:
+    assert [told["mapped"]["wrong"] for told in outcomes] == [[]] * RANKS
 
 
 def test_weights_may_change_while_a_version_of_them_is_sent(outcomes: list[dict[str, Any]]) -> None:

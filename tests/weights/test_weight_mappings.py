@@ -36,8 +36,8 @@ def test_names_are_resolved_layer_by_layer(tmp_path: Path) -> None:
     [
         ([{**QKV, "sizes": [2, 1]}], "sizes: must be one size or ratio"),
         ([{**QKV, "concat": None}], "concat: several sources need a dimension"),
-        ([{"to": "a", "from": "b", "stack": True}], "stack: needs one source with"),
-        ([{"to": "a", "from": "b.{e}"}], "stack: needs one source with"),
+        ([{"to": "a", "from": "b", "stack": True}], "stack: needs sources with"),
+        ([{"to": "a", "from": "b.{e}"}], "stack: needs sources with"),
         ([{"to": "a", "from": "b", "rows": 0}], "rows: must be >= 1"),
         ([{"to": "a.{e}", "from": "b"}], "stands in sources alone"),
         ([{"to": "a", "from": "b", "tranpose": True}], "tranpose"),

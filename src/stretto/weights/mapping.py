@@ -44,18 +44,19 @@ class _MappingForm(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class MappingRule:
     """How one tensor of a server (or one of each layer, with ``{n}`` in names) is made.
 
-    Steps are taken in this order: pieces are transposed, joined (`concat` or `stack`), padded, cast.
+    Steps are taken in this order: pieces are transposed, joined (`concat`, then `stack`), padded, cast.
     """
 
     to: str
     sources: tuple[str, ...]
     concat: int | None = None
     """The dimension in which pieces are laid one behind the other; where it is sharded, each rank has its part of each
-    piece."""
+    piece. In a stack the dimension of one tensor of it."""
     sizes: tuple[int, ...] = ()
     """The sizes of pieces in dimension `concat`, or their ratios."""
     stack: bool = False
-    """Whether all tensors of the one source name, with ``{e}`` from 0, become one with a new first dimension."""
+    """Whether all tensors of a source name, with ``{e}`` from 0, become one with a new first dimension; those of
+    several source names are joined first."""
     transpose: bool = False
     """Whether each piece is transposed."""
     rows: int | None = None
@@ -74,8 +75,8 @@ class MappingRule:
             raise InvalidInput(
                 f"{where}: sizes: must be one size or ratio >= 1 for each of {len(self.sources)} sources"
             )
-        if self.stack != ("{e}" in self.sources[0]) or (self.stack and self.concat is not None):
-            raise InvalidInput(f"{where}: stack: needs one source with {{e}} in its name, and no concat")
+        if any(self.stack != ("{e}" in source) for source in self.sources):
+            raise InvalidInput(f"{where}: stack: needs sources with {{e}} in their names, and others must not have it")
         if self.rows is not None and (self.rows < 1 or self.stack or self.concat is not None or self.transpose):
             raise InvalidInput(f"{where}: rows: must be >= 1, of one source that is not transposed")
         if self.block < 1 or any("{e}" in name for name in (self.to, self.scale)):
@@ -172,7 +173,7 @@ def _made(rule: MappingRule, name: str, shape: tuple[int, ...], values: dict[str
     if rule.stack:
         if not 1 <= (shape[0] if shape else 0) <= MAX_STACKED:
             raise InvalidInput(f"{name!r}: has shape {shape}; a stack has 1..{MAX_STACKED} tensors")
-        sources = tuple(sources[0].replace("{e}", str(e)) for e in range(shape[0]))
+        sources = tuple(source.replace("{e}", str(e)) for e in range(shape[0]) for source in sources)
     if len(shape) < (2 if rule.transpose or rule.scale else 1) and (rule.transpose or rule.scale or rule.rows):
         raise InvalidInput(f"{name!r}: has shape {shape}, which the rule {rule.to!r} cannot make")
     return MappedTensor(rule=rule, to=name, sources=sources, scale=_filled(rule.scale, values))

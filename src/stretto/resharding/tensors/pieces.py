@@ -80,9 +80,10 @@ def assembled(
         locals_ = [_taken(pieces[name], where[name], wanted[name], rank) for name in _needed(one, to, rank)]
         if rule.transpose:
             locals_ = [piece.transpose(-2, -1) for piece in locals_]
-        joined = (
-            torch.stack(locals_) if rule.stack else torch.cat(locals_, rule.concat or 0) if locals_[1:] else locals_[0]
-        )
+        count = len(rule.sources)
+        groups = [locals_[at : at + count] for at in range(0, len(locals_), count)]
+        wholes = [torch.cat(group, rule.concat or 0) if group[1:] else group[0] for group in groups]
+        joined = torch.stack(wholes) if rule.stack else wholes[0]
         if rule.rows is not None:
             joined = _padded(joined, to, rank)
         if rule.scale:
@@ -111,7 +112,8 @@ def _needed(one: MappedTensor, to: AnyTensor, rank: int) -> tuple[str, ...]:
     if not one.rule.stack:
         return one.sources
     begin, end = placed_tensor(one.to, to, rank).tile(rank)[0]
-    return one.sources[begin:end]
+    count = len(one.rule.sources)
+    return one.sources[begin * count : end * count]
 
 
 def _pieces(one: MappedTensor, to: AnyTensor, rank: int) -> dict[str, PlacedTensor]:
@@ -153,19 +155,39 @@ def _split(one: MappedTensor, shape: Sequence[int]) -> list[list[int]]:
 
 
 def _stacked(one: MappedTensor, at: PlacedTensor, cuts: Mapping[int, int], rank: int) -> dict[str, PlacedTensor]:
-    """The tensors of a stack: each whole where it is cut by tensor, else cut as the stack is in other dimensions."""
-    shape = list(at.shape[1:])
-    if one.rule.transpose:
-        shape = [*shape[:-2], shape[-1], shape[-2]]
-    if 0 not in cuts.values():
-        last = len(shape) - 1
-        turned = {last: last - 1, last - 1: last} if one.rule.transpose else {}
-        placed = {axis: turned.get(dim - 1, dim - 1) for axis, dim in cuts.items()}
-        return {name: _piece(at, shape, placed) for name in one.sources}
-    if set(cuts.values()) != {0}:
-        raise InvalidInput(f"{one.to!r}: a stack that is cut by tensor and inside of tensors cannot be received")
-    whole = _whole(msgspec.structs.replace(at, shape=tuple(shape)), rank)
-    return dict.fromkeys(one.sources, whole)
+    """The tensors of a stack, and their pieces: where the stack is cut by tensor, each is on the ranks that have it."""
+    rule, shape = one.rule, list(at.shape[1:])
+    shapes = _split(one, shape) if rule.concat is not None else [shape]
+    last = len(shape) - 1
+    turned = {last: last - 1, last - 1: last} if rule.transpose else {}
+    if rule.transpose:
+        shapes = [[*s[:-2], s[-1], s[-2]] for s in shapes]
+    inside = {axis: turned.get(dim - 1, dim - 1) for axis, dim in cuts.items() if dim > 0}
+    places = [at] * at.shape[0]
+    if 0 in cuts.values() and not inside:
+        places = [_whole(at, rank)] * at.shape[0]
+    elif 0 in cuts.values():
+        places, inside = _owners(at, cuts, inside)
+    sizes = [size for _ in places for size in shapes]
+    where = [place for place in places for _ in shapes]
+    return {name: _piece(w, size, inside) for name, w, size in zip(one.sources, where, sizes, strict=True)}
+
+
+def _owners(
+    at: PlacedTensor, cuts: Mapping[int, int], inside: Mapping[int, int]
+) -> tuple[list[PlacedTensor], dict[int, int]]:
+    """For each tensor of a stack the part of the mesh that has it, and what its axes cut of one tensor."""
+    grid = torch.tensor(at.ranks).view(at.mesh_shape)
+    rest = [axis for axis in range(grid.ndim) if cuts.get(axis) != 0]
+    owner = {e: rank for rank in reversed(at.ranks) for e in range(*at.tile(rank)[0])}
+    found: dict[int, PlacedTensor] = {}
+    for rank in set(owner.values()):
+        place = (grid == rank).nonzero()[0].tolist()
+        mine = grid[tuple(slice(None) if axis in rest else place[axis] for axis in range(grid.ndim))]
+        found[rank] = msgspec.structs.replace(
+            at, ranks=tuple(mine.flatten().tolist()), mesh_shape=tuple(mine.shape), placements=("R",) * mine.ndim
+        )
+    return [found[owner[e]] for e in range(at.shape[0])], {rest.index(axis): dim for axis, dim in inside.items()}
 
 
 def _piece(at: PlacedTensor, shape: Sequence[int], cuts: Mapping[int, int]) -> PlacedTensor:
