@@ -32,6 +32,9 @@ SLICES = 8
 """With a budget of steps, a slice of the search is this part of all steps so far."""
 SLICE_S = 0.1
 """Seconds that one call into the native module should take; between calls progress is shown and Ctrl-C noticed."""
+LARGE_STEP, LARGE_ITERATIONS = 4000, 3
+"""Nodes from which moves are judged by what they change (`kLargeStep` of the native module); a list schedule then has
+fewer iterations."""
 MAX_TIDY = 2000
 """The largest number of options of a problem for which the plan found is simplified."""
 MIXED_STARTS = 3
@@ -121,8 +124,10 @@ def search(
     scheduler = problem if isinstance(problem, Scheduler) else Scheduler(problem)
     bound = scheduler.bound(serial)
     joint = mode == "stretto"
+    large = joint and len(scheduler.nodes.op) >= LARGE_STEP
+    iterations = LARGE_ITERATIONS if large else ITERATIONS
     run = _native.ScheduleSearch(
-        scheduler.native, joint, DISCIPLINES.index(discipline), serial, ITERATIONS, chains, BETA[mode],
+        scheduler.native, joint, DISCIPLINES.index(discipline), serial, iterations, chains, BETA[mode],
         seed % (1 << 63), threads,
     )  # fmt: skip
     _start(run, scheduler, joint, discipline, serial, start)
