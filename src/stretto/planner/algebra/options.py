@@ -131,10 +131,16 @@ class _Twins:
             self._rewrites[first.name] = self._written(first)
         theirs, mine = self._rewrites[first.name], self._written(op)
         own = {(a.text, a.steps): b for a, b in zip(theirs, mine, strict=True)}
+        known: dict[tuple[int, int], Motion] = {}
 
         def moved(task: MotifTask, stage: MotifStage) -> MotifTask:
-            motion = replace(task.motion, groups=stage.groups) if task.motion is not None else None
-            return replace(task, motif=stage.motif, motion=motion)
+            if task.motion is None:
+                return replace(task, motif=stage.motif)
+            # Equal motions are one object: they are long, and tables are asked for them all the time.
+            key = (id(task.motion), id(stage.groups))
+            if key not in known:
+                known[key] = replace(task.motion, groups=stage.groups)
+            return replace(task, motif=stage.motif, motion=known[key])
 
         found = []
         for option in made:
