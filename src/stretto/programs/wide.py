@@ -40,6 +40,17 @@ class WideProgram:
     """The plain scratch chunks of each rank."""
     slots: tuple[int, ...]
     """The packet slots of each rank, in chunks."""
+    cut: tuple[int, ...] = ()
+    """With halves: the level from which on the steps of each piece only copy."""
+
+    def phases(self, stream: int) -> list[list[WideStep]]:
+        """The steps of a stream: all of them, or with halves first those that add up, then those that copy."""
+        mine = [step for step in self.steps if self.stream[step.piece] == stream]
+        if not self.cut:
+            return [mine]
+        late = [step.level >= self.cut[step.piece] for step in mine]
+        halves = [[step for step, copies in zip(mine, late, strict=True) if copies == half] for half in (False, True)]
+        return [half for half in halves if half] or [[]]
 
     @property
     def streams(self) -> int:
@@ -97,7 +108,9 @@ class _Memory:
         return self.in_place and any(cell == mine and other != chunk for other, cell in self.inputs[rank].items())
 
 
-def widen(program: Program, *, packets: bool = False, streams: int = 1, apart: bool = False) -> WideProgram:
+def widen(
+    program: Program, *, packets: bool = False, streams: int = 1, apart: bool = False, halves: bool = False
+) -> WideProgram:
     """Make wide steps of a program, which is verified first.
 
     Chunks that lie side by side and travel alike become one piece. A sum reads its sources where they are, unless two
@@ -109,15 +122,18 @@ def widen(program: Program, *, packets: bool = False, streams: int = 1, apart: b
         streams: Into how many streams without anything in common the pieces are divided, at most.
         apart: With packets, divide also what a rank sends from what it takes, and one peer's from another's: packets
             keep their order by themselves, so only steps that touch the same plain memory stay together.
+        halves: Keep steps that add up apart from those that copy the result, so that each half can be a loop.
 
     Returns:
         The steps.
 
     Raises:
         InvalidInput: The program has helpers, chunks of different size, or no stream is asked for; or `apart` is asked
-            for without packets.
+            for without packets, or halves with them.
     """
     c = program.collective
+    if halves and packets:
+        raise InvalidInput("halves: packets cannot be sent in a loop; choose protocol Simple")
     if streams < 1:
         raise InvalidInput(f"streams: must be >= 1, not {streams}")
     if apart and not packets:
@@ -129,9 +145,12 @@ def widen(program: Program, *, packets: bool = False, streams: int = 1, apart: b
     atoms = atoms_of(program)
     pieces = _pieces(atoms, memory)
     steps: list[WideStep] = []
+    cuts: list[int] = []
     for number, (chunk, count) in enumerate(pieces):
         made = _Maker(number, chunk, count, memory, packets, c.num_ranks).steps(atoms[chunk])
-        steps += _merged(made)
+        cuts.append(max((a.write for a in atoms[chunk] if a.reduce), default=-1) + 1 if halves else LAST)
+        for late in (False, True):
+            steps += _merged([step for step in made if (step.level >= cuts[-1]) == late])
     # Of one level, what is sent comes before what waits for it.
     steps.sort(key=lambda step: (step.level, step.staged))
     if apart:
@@ -144,6 +163,7 @@ def widen(program: Program, *, packets: bool = False, streams: int = 1, apart: b
         stream=divide(steps, group, streams),
         scratch=tuple(memory.scratch),
         slots=tuple(memory.slots),
+        cut=tuple(cuts) if halves else (),
     )
 
 

@@ -86,6 +86,8 @@ class PriceGraph:
     slices: int
     """The threadblocks that share each step."""
     threads: int = MOST_THREADS
+    beside: int = 1
+    """The streams in which a rank does something, so that they share the memory of its GPU."""
     cost: list[Cost] = field(default_factory=list)
     after: list[Sequence[int]] = field(default_factory=list)
     message: list[tuple[int, int, int, float]] = field(default_factory=list)
@@ -171,7 +173,7 @@ class PriceGraph:
             held = self.nbytes * self.sharing * (1 if self.collective.in_place else 2) * factor
             cached = min(1.0, p.cache_mb * 1e6 / held)
         per_byte = (1 - cached) / p.memory_gb_per_s + (cached / p.cache_gb_per_s if cached else 0.0)
-        memory = step.nbytes * touched * self.sharing * per_byte / 1e3
+        memory = step.nbytes * touched * self.sharing * self.beside * per_byte / 1e3
         return float((work**SOFT + memory**SOFT) ** (1 / SOFT))
 
     def total_us(self, prices: Runtime | None = None) -> float:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -81,14 +82,22 @@ def wide_graph(
         raise InvalidInput(f"form: {blocks} threadblocks are more than the {most} that {prices.name} runs")
     graph = PriceGraph(
         collective=wide.program.collective, cluster=cluster, nbytes=nbytes, prices=prices, protocol=form.protocol,
-        blocks=blocks, slices=form.slices, threads=form.threads,
+        blocks=blocks, slices=form.slices, threads=form.threads, beside=_beside(wide),
     )  # fmt: skip
     if any(wide.slots):
         _packets(graph, wide)
     else:
         for stream in range(wide.streams):
-            _signals(graph, [s for s in wide.steps if wide.stream[s.piece] == stream], form)
+            last: list[tuple[int, ...]] = [(event,) for event in graph.launch]
+            for steps in wide.phases(stream):
+                last = _signals(graph, steps, form, last)
     return graph
+
+
+def _beside(wide: WideProgram) -> int:
+    """The most streams in which one rank does something."""
+    busy = {(step.rank, wide.stream[step.piece]) for step in wide.steps}
+    return max(Counter(rank for rank, _ in busy).values(), default=1)
 
 
 def _priced(graph: PriceGraph, step: WideStep, turns: int = 1, waits: int = 0, joined: bool = False) -> PricedStep:
@@ -122,13 +131,16 @@ def _packets(graph: PriceGraph, wide: WideProgram) -> None:
                 arrivals.sent(cell, found)
 
 
-def _signals(graph: PriceGraph, steps: list[WideStep], form: PlanForm) -> None:
+def _signals(
+    graph: PriceGraph, steps: list[WideStep], form: PlanForm, last: list[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    """Add steps behind the events before them of each rank, and return those after which each rank is done."""
     ranks = graph.collective.num_ranks
     sync = StreamSync(steps, ranks)
     meet = Cost("meet_us")
     turns = _turns(graph, steps, form)
-    last: list[tuple[int, ...]] = [(event,) for event in graph.launch]
-    begun = {(q, r): graph.event(meet, [graph.launch[q]]) for q in range(ranks) for r in sync.signals(q, 0)}
+    last = list(last)
+    begun = {(q, r): graph.event(meet, last[q]) for q in range(ranks) for r in sync.signals(q, 0)}
     plan = [list(sync.schedule(r)) for r in range(ranks)]
     for _ in range(turns):
         done: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -141,10 +153,12 @@ def _signals(graph: PriceGraph, steps: list[WideStep], form: PlanForm) -> None:
             for q, number in waits:
                 after.append(begun[q, r] if number == 0 else graph.event(meet, done[q, number]))
             done[r, at[r]] = last[r] = graph.step(_priced(graph, step, turns, len(waits)), after).done
+    ended = list(last)
     for r in range(ranks):
         heard = [graph.event(meet, last[q]) for q in sync.last_waits(r)]
         if heard:
-            graph.event(Cost("wait", len(heard)), [*heard, *last[r]])
+            ended[r] = (graph.event(Cost("wait", len(heard)), [*heard, *last[r]]),)
+    return ended
 
 
 def _turns(graph: PriceGraph, steps: list[WideStep], form: PlanForm) -> int:

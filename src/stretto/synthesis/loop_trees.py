@@ -21,9 +21,13 @@ from ..programs import Program
 from . import forest
 from .forest_program import PACES
 from .forest_trees import Forest
+from .loop_packing import packed_forest
 
 TREES = (1, 2, 3, 4, 5, 6, 8)
 """The most trees of a root, of those that are tried: fewer are fewer steps, more of them fill the links better."""
+PACKED = (10, 8, 6, 4)
+"""The trees of a root that are packed so that all links are loaded alike, of which the first two that fit are tried."""
+SEEDS = 6
 
 
 def loop_trees(collective: Collective, cluster: Cluster, *, most: int) -> Iterator[Program]:
@@ -35,13 +39,14 @@ def loop_trees(collective: Collective, cluster: Cluster, *, most: int) -> Iterat
         most: The most streams, >= 1; programs have at most twice as many chunks.
 
     Yields:
-        Programs of more and more trees, each with one and with two pieces, in which chunks that travel alike do not
-        lie side by side: they would become one stream.
+        Programs of trees that load links alike; then of more and more trees of the optimum's rates, each with one and
+        with two pieces. Chunks that travel alike do not lie side by side: they would become one stream.
 
     >>> from stretto import AllGather
     >>> [p.name for p in loop_trees(AllGather(8), Cluster.preset("dgx_a100"), most=16)]
     ['loop_trees(k=1,pieces=1)', 'loop_trees(k=1,pieces=2)']
     """
+    yield from _packed(collective, cluster, most)
     seen: set[tuple[int, ...]] = set()
     for trees in TREES:
         try:
@@ -58,6 +63,21 @@ def loop_trees(collective: Collective, cluster: Cluster, *, most: int) -> Iterat
                 break
             made.verify()
             yield made
+
+
+def _packed(collective: Collective, cluster: Cluster, most: int) -> Iterator[Program]:
+    """Programs of trees that load all links alike, where every rank is a root."""
+    ways = {"all_gather": (False,), "reduce_scatter": (True,), "all_reduce": (True, False)}.get(collective.kind, ())
+    fitting = [k for k in PACKED if k * collective.num_ranks <= most] if ways else []
+    for k in fitting[:2]:
+        forests = []
+        for reverse in ways:
+            found = [packed_forest(cluster, collective.ranks, k, reverse=reverse, seed=seed) for seed in range(SEEDS)]
+            forests.append(min(found, key=lambda pair: pair[1])[0])
+        made = _program(collective, tuple(forests), 1)
+        made = replace(made, name=made.name.replace("loop_trees(", "loop_trees(packed,", 1))
+        made.verify()
+        yield made
 
 
 def _program(collective: Collective, forests: tuple[Forest, ...], pieces: int) -> Program:

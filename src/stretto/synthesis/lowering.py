@@ -41,8 +41,8 @@ HOPELESS = 2.0
 
 MAX_WIDE = 4096
 """The most chunk moves of a program that is tried as wide steps."""
-MAX_PACKETS = 2e6
-"""The most bytes of a collective for which packets, which take twice the room, are tried."""
+MAX_PACKETS = 4.5e6
+"""The most bytes of all ranks together for which packets, which take twice the room, are tried."""
 TREES_FROM = 8e6
 """From so many bytes on, trees in loops are tried where links differ."""
 FEWEST_STEPS = 0.8
@@ -54,6 +54,8 @@ LL_THREADS = (1024, 512)
 """The threads of threadblocks that read packets, of those that are tried."""
 LOOP_TURNS = (8, 32)
 """How often the loop of a plan goes round, of those that are tried."""
+TREE_TURNS = (16, 32)
+"""The same where every tree is a stream."""
 LEAST_LOOP = 1 << 14
 """The fewest bytes that are moved in one turn."""
 
@@ -186,7 +188,7 @@ class _Search:
             if self.best is not None and not self._promises(program, forms):
                 return
         for form in forms:
-            key = replace(form, slices=1, loop_bytes=0)
+            key = replace(form, slices=1, loop_bytes=0, halves=0)
             if self.over():
                 break
             if key in enough and not form.loop_bytes:
@@ -194,7 +196,7 @@ class _Search:
             name = f"{program.name} {form}"
             self.report(f"wide steps of {name}")
             try:
-                divided = replace(key, threads=1024)
+                divided = replace(key, threads=1024, loop_bytes=16 * form.halves, halves=form.halves)
                 if divided not in made_of:
                     made_of[divided] = mscclpp_wide.widen_in(program, form)
                 took = wide_time_us(made_of[divided], problem.cluster, nbytes=problem.nbytes, form=form, runtime=prices)
@@ -255,7 +257,7 @@ def _timed(maker: str, program: Program, problem: SynthesisProblem) -> ProvedPro
 
 
 def loop_forms(program: Program, nbytes: float, most: int) -> list[PlanForm]:
-    """The forms in which trees are tried: a stream for each chunk, at once and in a loop.
+    """The forms in which trees are tried: a stream for each chunk, in loops, sums and copies apart, and at once.
 
     Args:
         program: The program.
@@ -263,11 +265,13 @@ def loop_forms(program: Program, nbytes: float, most: int) -> list[PlanForm]:
         most: The most threadblocks.
 
     Returns:
-        One form or two.
+        Up to five forms.
     """
     at_once = PlanForm(streams=min(most, program.collective.num_chunks))
-    loop = int(float(program.collective.chunk_share[0]) * nbytes / LOOP_TURNS[-1]) // 16 * 16
-    return [at_once, replace(at_once, loop_bytes=loop)] if loop >= LEAST_LOOP else [at_once]
+    share = float(program.collective.chunk_share[0]) * nbytes
+    loops = [loop for loop in (int(share / turns) // 16 * 16 for turns in TREE_TURNS) if loop >= LEAST_LOOP]
+    halves = (1, 0) if program.reduce.any() and not program.reduce.all() else (0,)
+    return [*(replace(at_once, loop_bytes=loop, halves=half) for half in halves for loop in loops), at_once]
 
 
 def forms_for(program: Program, nbytes: float, prices: Runtime, cluster: Cluster) -> list[PlanForm]:
@@ -291,7 +295,7 @@ def forms_for(program: Program, nbytes: float, prices: Runtime, cluster: Cluster
         for streams in sorted({1, min(ranks, most), min(4 * ranks, most), most})
         if streams <= chunks or chunks == 1
     ]
-    if "LL" in prices.protocols and nbytes <= MAX_PACKETS:
+    if "LL" in prices.protocols and nbytes * ranks <= MAX_PACKETS:
         whole = [replace(base, protocol="LL") for base in bases]
         # A rank sends to, and takes from, each of its peers.
         sides = sorted({min(ranks - 1, most), min(2 * (ranks - 1), most)})

@@ -49,6 +49,8 @@ class PlanForm:
     """1 lets switches add up and copy what all ranks have in the same place (NVLink SHARP)."""
     apart: int = 0
     """1 lets packets that are sent, taken, and of different peers be streams of their own."""
+    halves: int = 0
+    """1 lets a threadblock add everything up first and copy the results then, each in a loop of its own."""
 
     def __post_init__(self) -> None:
         if self.protocol not in PROTOCOLS:
@@ -60,11 +62,13 @@ class PlanForm:
             raise InvalidInput(f"threads: must be {LEAST_THREADS}..{MOST_THREADS} in steps of 32, not {self.threads}")
         if not 0 <= self.loop_bytes < 1 << 32 or self.loop_bytes % ALIGNMENT:
             raise InvalidInput(f"loop_bytes: must be a multiple of {ALIGNMENT} below 2^32, not {self.loop_bytes}")
-        for key in ("multicast", "apart"):
+        for key in ("multicast", "apart", "halves"):
             if getattr(self, key) not in (0, 1):
                 raise InvalidInput(f"{key}: must be 0 or 1, not {getattr(self, key)}")
         if self.apart and self.protocol != "LL":
             raise InvalidInput("apart: only packets keep their order by themselves; choose protocol LL")
+        if self.halves and not self.loop_bytes:
+            raise InvalidInput("halves: is for loops; give loop_bytes")
         if self.loop_bytes and self.protocol == "LL":
             raise InvalidInput("loop_bytes: packets cannot be sent in a loop; choose protocol Simple")
 
@@ -89,7 +93,8 @@ class PlanForm:
 
 def widen_in(program: Program, form: PlanForm) -> WideProgram:
     """The wide steps of a program as a form divides them."""
-    return widen(program, packets=form.protocol == "LL", streams=form.streams, apart=bool(form.apart))
+    packets = form.protocol == "LL"
+    return widen(program, packets=packets, streams=form.streams, apart=bool(form.apart), halves=bool(form.halves))
 
 
 def dumps(
@@ -175,40 +180,47 @@ class _PlanWriter:
                 raise InvalidInput(f"rank {r}: {what} ({wide.streams} streams of {slices} slices)")
 
     def _write_stream(self, stream: int) -> None:
-        steps = [s for s in self.wide.steps if self.wide.stream[s.piece] == stream]
-        sync = StreamSync(steps, self.ranks, packets=any(self.wide.slots))
-        counts = {s.count for s in steps}
-        if self.loop_bytes and (len(counts) > 1 or min(counts, default=1) % self.slices):
-            raise InvalidInput(
-                f"loop_bytes: pieces of {sorted(counts)} chunks in one stream cannot be shared by {self.slices} slices "
-                "in a loop"
-            )
-        for r in range(self.ranks):
-            block = BlockWriter(
-                r, in_place=self.wide.program.collective.in_place, once=sync.touched_once, multicast=self.multicast
-            )
-            block.signal(sync.signals(r, 0), relaxed=True)
-            if self.loop_bytes:
-                block.wait(sync.first_waits(r), relaxed=True)
-                block.meet()
-            body = len(block.ops)
-            for step, waits, signals in sync.schedule(r):
-                if not self.loop_bytes:
-                    block.wait([q for q, need in waits if need == 0], relaxed=True)
-                block.wait([q for q, need in waits if need > 0])
-                block.step(step)
-                block.signal(signals)
-            if self.loop_bytes and len(block.ops) > body:
-                block.meet(always=True)  # The next turn begins where this one ends.
-            after = len(block.ops)
-            block.signal(sync.last_signals(r))
-            block.wait(sync.last_waits(r))
-            ops = block.ops
-            if self.loop_bytes and after > body:
-                loop = WideOp(name="pipeline", inner=tuple(ops[body:after]), count=min(counts) // self.slices)
-                ops = [*ops[:body], loop, *ops[after:]]
+        written: list[list[WideOp]] = [[] for _ in range(self.ranks)]
+        for number, steps in enumerate(self.wide.phases(stream)):
+            sync = StreamSync(steps, self.ranks, packets=any(self.wide.slots))
+            counts = {s.count for s in steps}
+            if self.loop_bytes and (len(counts) > 1 or min(counts, default=1) % self.slices):
+                raise InvalidInput(
+                    f"loop_bytes: pieces of {sorted(counts)} chunks in one stream cannot be shared by {self.slices} "
+                    "slices in a loop"
+                )
+            for r in range(self.ranks):
+                ops = self._write_phase(r, sync, min(counts, default=1) // self.slices, first=not number)
+                written[r] += [WideOp(name="nop"), *ops] if number and ops else ops
+        for r, ops in enumerate(written):
             self.talks |= {(min(r, q), max(r, q), stream) for op in ops for q in op.all_peers()}
             self.blocks[r].append(self._cut(r, ops))
+
+    def _write_phase(self, r: int, sync: StreamSync, count: int, *, first: bool) -> list[WideOp]:
+        """The operations of a rank for some steps; before the first ones nothing has been written."""
+        block = BlockWriter(
+            r, in_place=self.wide.program.collective.in_place, once=sync.touched_once, multicast=self.multicast
+        )
+        block.signal(sync.signals(r, 0), relaxed=first)
+        if self.loop_bytes:
+            block.wait(sync.first_waits(r), relaxed=first)
+            block.meet()
+        body = len(block.ops)
+        for step, waits, signals in sync.schedule(r):
+            if not self.loop_bytes:
+                block.wait([q for q, need in waits if need == 0], relaxed=True)
+            block.wait([q for q, need in waits if need > 0])
+            block.step(step)
+            block.signal(signals)
+        if self.loop_bytes and len(block.ops) > body:
+            block.meet(always=True)  # The next turn begins where this one ends.
+        after = len(block.ops)
+        block.signal(sync.last_signals(r))
+        block.wait(sync.last_waits(r))
+        if not self.loop_bytes or after == body:
+            return block.ops
+        loop = WideOp(name="pipeline", inner=tuple(block.ops[body:after]), count=count)
+        return [*block.ops[:body], loop, *block.ops[after:]]
 
     def _cut(self, rank: int, ops: list[WideOp]) -> list[list[WideOp]]:
         """Cut operations into pieces short enough for a threadblock; a semaphore hands over to the next piece."""

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees that load links alike, and plans that add everything up before they copy it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from stretto import AllReduce, Cluster
+from stretto.algorithms import algorithm
+from stretto.errors import InvalidInput
+from stretto.programs.formats import mscclpp_reader, mscclpp_wide
+from stretto.programs.formats.mscclpp_wide import PlanForm, widen_in
+from stretto.simulator import Runtime
+from stretto.simulator.priced_wide import wide_time_us
+from stretto.synthesis import forest
+from stretto.synthesis.forest_trees import Forest
+from stretto.synthesis.loop_packing import LinkLoads, packed_forest
+from stretto.synthesis.loop_trees import loop_trees
+
+NDV2 = Cluster.preset("ndv2")
+DEVICES = tuple(range(8))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_packed_trees_span_all_ranks_and_say_their_load(reverse: bool) -> None:
+    found, full = packed_forest(NDV2, DEVICES, 8, reverse=reverse, seed=2)
+    for b in range(len(found.root)):
+        reached = {int(found.root[b])}
+        for e in range(int(found.ptr[b]), int(found.ptr[b + 1])):
+            assert int(found.src[e]) in reached, "parents come first"
+            reached.add(int(found.dst[e]))
+        assert reached == set(DEVICES) and found.ptr[b + 1] - found.ptr[b] == 7
+    assert fullest(found) == pytest.approx(full)
+    few = forest.forests_of(AllReduce(8), NDV2, max_k=8)[reverse is False]
+    assert full < 0.95 * fullest(few), "the optimum's trees count on routes that a GPU's memory does not choose"
+
+
+def fullest(found: Forest) -> float:
+    """The nanoseconds that the fullest link takes for one byte of every root, by the routes that memory takes."""
+    loads = LinkLoads(NDV2, DEVICES, reverse=found.reverse)
+    total = np.zeros(loads.per_share.shape[1])
+    for b in range(len(found.root)):
+        for e in range(int(found.ptr[b]), int(found.ptr[b + 1])):
+            pair = loads.pairs.index((int(found.src[e]), int(found.dst[e])))
+            total += loads.per_share[pair] * int(found.amount[b]) / found.k
+    return float(total.max())
+
+
+def test_a_plan_that_adds_up_before_it_copies_is_right_and_faster() -> None:
+    program = next(loop_trees(AllReduce(8, in_place=True), NDV2, most=32))
+    runtime = Runtime.load("mscclpp:h200")
+    share = int(float(program.collective.chunk_share[0]) * 1e9 / 16) // 16 * 16
+    mixed = PlanForm(streams=32, loop_bytes=share)
+    took = {}
+    for form in (mixed, replace(mixed, halves=1)):
+        took[form.halves] = wide_time_us(program, NDV2, nbytes=1e9, form=form, runtime=runtime)
+    assert took[1] < 0.95 * took[0]
+    text = mscclpp_wide.dumps(program, form=form)
+    assert "right and free of races" in str(mscclpp_reader.check_plan(mscclpp_reader.loads(text)))
+
+
+def test_halves_hold_sums_and_copies() -> None:
+    program = algorithm("direct", "all_reduce", 4, in_place=True)
+    wide = widen_in(program, PlanForm(loop_bytes=1024, halves=1))
+    sums, copies = wide.phases(0)
+    assert all(len(step.sources) > 1 and len(step.targets) == 1 for step in sums)
+    assert all(len(step.sources) == 1 for step in copies)
+    with pytest.raises(InvalidInput, match="halves: is for loops"):
+        PlanForm(halves=1)
