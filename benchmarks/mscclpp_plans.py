@@ -8,8 +8,10 @@ of threadblocks, and a reduce-scatter in the manner of its all-reduce. All but o
 the form that the price list ``mscclpp:h200`` picks among those that were measured; `ratio` is its measured time over
 that of the best own plan, `best_of_ours` that of the fastest form. Prices are fitted to the times of 2 and 8 ranks at
 every other size; the others are the judges. ``--every`` prints each time of ours beside the predicted one, ``--fit``
-fits the prices anew. ``--confirmed`` is about a later run (`mscclpp_h200_confirmed.csv`): there `chosen` was picked by
-the price list before the run, and `spread` is the least and the most of five.
+fits the prices anew. ``--confirmed N`` is about later runs (`mscclpp_h200_confirmedN.csv`): there `chosen` was picked
+by the price list, as it was then, before the run, `spread` is the least and the most of five, and `predicted_us` is
+what the price list of today says. Runs 2 and 3 are from `mscclpp_beside.py`, with all-gathers of its DSL in the manner
+of its all-reduce as own plans, which are faster than those of the runs before.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from stretto.simulator.priced_wide import wide_time_us
 from stretto.simulator.runtime_fit import WIDE_STEP_PRICES, RuntimeRow, fit_runtime
 
 DATA = Path(__file__).parent / "mscclpp_h200.csv"
-CONFIRMED = DATA.with_name("mscclpp_h200_confirmed.csv")
+CONFIRMED = {run: DATA.with_name(f"mscclpp_h200_confirmed{run}.csv") for run in ("1", "2", "3")}
 FITTED_SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 26)
 Key = tuple[str, int, int]
 
@@ -40,7 +42,7 @@ class Prices:
 
     def __init__(self) -> None:
         # One GPU runs up to 128 threadblocks of a rank when two share it, more than the preset allows for one of many.
-        self.runtime = replace(Runtime.load("mscclpp:h200"), max_blocks=0)
+        self.runtime = replace(Runtime.load("mscclpp:h200"), max_blocks=0, gpu_blocks=0)
         self._steps: dict[tuple[str, int, str, int, int], WideProgram] = {}
 
     def row(self, key: Key, form: PlanForm, took: float) -> RuntimeRow:
@@ -84,18 +86,18 @@ def choices(own: dict[Key, float], ours: dict[Key, dict[PlanForm, tuple[float, f
     return rows
 
 
-def confirmed() -> list[Row]:
-    """The run whose plans were chosen beforehand: each beside the best own plan of the same run."""
+def confirmed(run: str) -> list[Row]:
+    """A run whose plans were chosen beforehand: each beside the best own plan of the same run."""
     own: dict[Key, float] = {}
     chosen: dict[Key, Row] = {}
     prices, off = Prices(), list[float]()
-    with CONFIRMED.open() as file:
+    with CONFIRMED[run].open() as file:
         for line in csv.DictReader(file):
             key, took = (line["collective"], int(line["ranks"]), int(line["nbytes"])), float(line["median_us"])
             if line["system"] == "mscclpp":
                 own[key] = min(own.get(key, took), took)
                 continue
-            form = PlanForm.parse(line["form"].replace(" ", ","))
+            form = PlanForm.parse(line["form"].removeprefix("direct ").replace(" ", ","))
             said = prices.time_us(prices.row(key, form, took))
             off.append(abs(said / took - 1))
             if line["system"] == "stretto":
@@ -120,11 +122,11 @@ def main() -> None:
     """Print the ratios, and how far the predictions are off."""
     parser = common_options(__doc__)
     parser.add_argument("--every", action="store_true", help="print every time of ours beside the predicted one")
-    parser.add_argument("--fit", action="store_true", help="fit the prices anew, which takes some ten minutes")
-    parser.add_argument("--confirmed", action="store_true", help="the run whose plans were chosen beforehand")
+    parser.add_argument("--fit", action="store_true", help="fit the prices anew")
+    parser.add_argument("--confirmed", choices=tuple(CONFIRMED), help="a later run, whose plans were chosen beforehand")
     args = parser.parse_args()
     if args.confirmed:
-        finish(confirmed(), args, title="plans of wide steps over MSCCL++'s own, chosen before the run")
+        finish(confirmed(args.confirmed), args, title="plans of wide steps over MSCCL++'s own, chosen before the run")
         return
     own: dict[Key, float] = {}
     ours: dict[Key, dict[PlanForm, tuple[float, float]]] = defaultdict(dict)

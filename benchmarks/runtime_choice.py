@@ -22,10 +22,11 @@ RUNTIME = "mscclpp:h200"
 def main() -> None:
     """Print one row for each cluster, collective and size."""
     parser = common_options(__doc__)
+    parser.add_argument("--clusters", default=",".join(CLUSTERS), help="only these")
     parser.add_argument("--budget", type=float, default=10.0, help="seconds of each search")
     args = parser.parse_args()
     rows: list[Row] = []
-    for name in CLUSTERS[: 1 if args.quick else None]:
+    for name in args.clusters.split(",")[: 1 if args.quick else None]:
         cluster = Cluster.preset(name)
         for make in (AllReduce, AllGather):
             for nbytes in SIZES[: 1 if args.quick else None]:

@@ -166,6 +166,7 @@ def test_a_fit_finds_prices_that_made_the_times() -> None:
     assert len(found.judged) == 4
     assert max(abs(ratio - 1) for ratio in found.fitted) < 0.1
     assert found.error < 0.15
+    assert fit_runtime(seen, truth, free=()).fitted == pytest.approx((1.0,) * 4), "nothing to fit: only judged"
     with pytest.raises(InvalidInput, match="price to fit"):
         fit_runtime(seen, start, free=("speed",))
     with pytest.raises(InvalidInput, match="rows"):

@@ -31,7 +31,7 @@ from ..report.table_html import table_html
 from ..simulator import Runtime, simulate
 from ..synthesis import Candidate, Selection, Synthesis, select, synthesize
 from ..synthesis import certificate as certificates
-from ..synthesis.certificate import certificate_path
+from ..synthesis.certificate import Certificate, Lowering, certificate_path
 from ..synthesis.helpers import in_words
 from ..synthesis.sketch import Sketch
 from ..units import format_bytes, format_us
@@ -453,17 +453,21 @@ def _print_candidates(console: Console, found: Synthesis, table: ResultTable, ev
     source = "from the cache, proved and simulated anew" if found.cached else f"searched {certificate.search_s:.1f} s"
     console.print(source, style="dim")
     if found.lowering is not None:
-        lowering = found.lowering
-        console.print(
-            Text(
-                f"as instruction streams {format_us(lowering.time_us)}"
-                f"{f' on {certificate.runtime}' if certificate.runtime else ''}, "
-                f"{_gap(lowering.time_us, certificate.bound_us)} above the bound: {lowering.instances} instances, "
-                f"{lowering.lowered.num_channels} channels, FIFO depth {lowering.fifo_depth}"
-            )
-        )
+        console.print(Text(_lowering_text(found.lowering, certificate)), soft_wrap=True)
         if certificate.unfit_for_old:
             console.print(f"the original MSCCL runtime cannot load it: {certificate.unfit_for_old}", soft_wrap=True)
+
+
+def _lowering_text(lowering: Lowering, certificate: Certificate) -> str:
+    """How the program is carried out, and what that takes."""
+    where = f" on {certificate.runtime}" if certificate.runtime else ""
+    took = f"{format_us(lowering.time_us)}{where}, {certificate.runtime_gap_text}"
+    if lowering.form is not None:
+        return f"as a plan of wide steps {took}: {lowering.form}"
+    parts = (
+        f"{lowering.instances} instances, {lowering.lowered.num_channels} channels, FIFO depth {lowering.fifo_depth}"
+    )
+    return f"as instruction streams {took}: {parts}"
 
 
 def _selection_table(chosen: Selection) -> ResultTable:
@@ -492,7 +496,7 @@ def _best_of_each(timed: Sequence[Candidate], chosen: str) -> list[Candidate]:
 
 
 def _gap(time_us: float, bound_us: float) -> str:
-    return f"{100 * (time_us / bound_us - 1):.2f} %" if bound_us > 0 else "-"
+    return f"{100 * (time_us / bound_us - 1) + 0.0:.2f} %".replace("-0.00", "0.00") if bound_us > 0 else "-"
 
 
 def _row(found: Synthesis, candidate: Candidate) -> dict[str, object]:

@@ -109,7 +109,7 @@ def fit_runtime(
     prices = {name: _get(start, name) or 1.0 for name in free}
     timed = _Times(rows, _with(start, prices))
     fit = _Fit(timed, start, tuple(free), report)
-    found = fit.polished(fit.descended(np.log([prices[name] for name in free])))
+    found = fit.polished(fit.descended(np.log([prices[name] for name in free]))) if prices else np.zeros(0)
     rounded = _with(start, {name: float(f"{value:.4g}") for name, value in fit.prices(found).items()})
     return RuntimeFit(
         runtime=rounded,
