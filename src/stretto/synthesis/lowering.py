@@ -300,7 +300,8 @@ def forms_for(program: Program, nbytes: float, prices: Runtime, cluster: Cluster
         # A rank sends to, and takes from, each of its peers.
         sides = sorted({min(ranks - 1, most), min(2 * (ranks - 1), most)})
         whole += [PlanForm(protocol="LL", streams=streams, apart=1) for streams in sides]
-        bases += [replace(base, threads=threads) for base in whole for threads in LL_THREADS]
+        # Where packets are tried they are often the fastest, so they come first: the time of a search may end.
+        bases = [replace(base, threads=threads) for base in whole for threads in LL_THREADS] + bases
     found = []
     for base in bases:
         slices = 1
