@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ ALGORITHMS = {"all_reduce": ("direct", "ring"), "all_gather": ("direct", "ring")
 """What the GPU executor is timed with; other collectives have only the direct algorithm."""
 PACKET_BYTES = 1 << 20
 JUDGED = 3
-"""One of so many times is not fitted."""
+"""One of so many times, drawn, is not fitted."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -203,8 +204,9 @@ def fit_gpu(runtime: str, rows: Sequence[tuple[str, RuntimeRow]], *, name: str, 
     Raises:
         InvalidInput: There are too few rows.
     """
-    seen = [row for at, row in enumerate(rows) if at % JUDGED != JUDGED - 1]
-    unseen = [row for at, row in enumerate(rows) if at % JUDGED == JUDGED - 1]
+    drawn = set(random.Random(0).sample(range(len(rows)), len(rows) // JUDGED))  # in turn, all would be of one mode
+    seen = [row for at, row in enumerate(rows) if at not in drawn]
+    unseen = [row for at, row in enumerate(rows) if at in drawn]
     if len(unseen) < 2:
         raise InvalidInput(f"measurements: {len(rows)} are too few to fit prices to; raise --budget or add sizes")
     ranks = rows[0][1].cluster.num_devices
