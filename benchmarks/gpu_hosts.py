@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,12 @@ def run_lab(args: Any, asked: dict[str, Any], blocks: int) -> list[dict[str, Any
             "--ranks",
             str(args.ranks),
         ]
-        command += ["--uplink", f"eth={args.uplink}", "--timeout", str(args.limit)]
+        command += ["--uplink", f"eth={args.uplink}", "--timeout", str(args.limit - 1)]
         for name, value in environment.items():
             command += ["--env", f"{name}={value}"]
         command += ["--", sys.executable, str(RANK), json.dumps(asked | {"out": str(rows)})]
         try:
-            subprocess.run(command, timeout=args.limit + 30, check=False)
+            subprocess.run(command, timeout=args.limit + 3, check=False)
         except subprocess.TimeoutExpired:
             print("the lab did not end in time", file=sys.stderr)
         return [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
@@ -92,7 +93,7 @@ def main() -> None:
     asked = {
         "sizes": [int(size) for size in args.sizes.split(",") if size][: 2 if args.quick else None],
         "models": [name for name in args.models.split(",") if name], "nccl": not args.no_nccl,
-        "limit_s": args.limit - 5,
+        "until": time.time() + args.limit - 3,
     }  # fmt: skip
     rows: list[Row] = []
     # All ranks' blocks must be on the GPU together.

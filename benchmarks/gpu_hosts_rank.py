@@ -7,6 +7,7 @@ import faulthandler
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -21,9 +22,10 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import stretto.torch  # noqa: E402
+from stretto.runtime.torch_backend.gpu_watch import WATCHDOG  # noqa: E402
 
 WIDTH, LAYERS, BATCH = 1024, 8, 64
-STEPS, WARM = 8, 2
+STEPS, WARM = 6, 2
 
 
 def times_ms(run: Callable[[], object], turns: int) -> list[float]:
@@ -46,12 +48,14 @@ def all_reduces(asked: dict[str, Any], nccl: Any) -> list[dict[str, Any]]:
     rows = []
     world = dist.get_world_size()
     for nbytes in asked["sizes"]:
+        if out_of_time(asked, 6.0):
+            break
         tensor = torch.full((nbytes // 4,), float(RANK + 1), device="cuda")
         dist.all_reduce(tensor)
         right = bool((tensor == world * (world + 1) / 2).all())
         tensor.zero_()
         row: dict[str, Any] = {"case": "all_reduce", "nbytes": nbytes, "right": right}
-        turns = 3 if nbytes > 16 << 20 else 7
+        turns = 3 if nbytes > 16 << 20 else 5
         row["stretto"] = times_ms(lambda tensor=tensor: dist.all_reduce(tensor), turns)  # type: ignore[misc]
         if nccl is not None:
             row["nccl"] = times_ms(lambda tensor=tensor: dist.all_reduce(tensor, group=nccl), turns)  # type: ignore[misc]
@@ -106,6 +110,8 @@ def train(how: str, group: Any) -> dict[str, Any]:
 def models(asked: dict[str, Any], nccl: Any) -> None:
     """DDP and FSDP2 twice by us and once by NCCL: the same bits in both runs and on all ranks, and losses beside."""
     for how in asked["models"]:
+        if out_of_time(asked, 10.0):
+            break
         before = moved()
         one = train(how, None)
         sent = (moved() - before) / (STEPS + WARM)
@@ -118,7 +124,7 @@ def models(asked: dict[str, Any], nccl: Any) -> None:
             "losses": one["losses"],
         }  # fmt: skip
         write(asked, row | {"right": row["same_runs"] and row["same_ranks"]})
-        if nccl is not None:
+        if nccl is not None and not out_of_time(asked, 6.0):
             theirs = train(how, nccl)
             pairs = zip(one["losses"], theirs["losses"], strict=True)
             row["apart"] = max(abs(a - b) / max(abs(b), 1e-9) for a, b in pairs)
@@ -133,9 +139,31 @@ def moved() -> float:
     return sum(share.get(c.op, 0.0) * c.nbytes * c.calls for c in found)
 
 
+def out_of_time(asked: dict[str, Any], needed_s: float) -> bool:
+    """Whether so much time is not left; the same on all ranks."""
+    over = torch.tensor([float(time.time() + needed_s > asked["until"])])
+    dist.all_reduce(over, dist.ReduceOp.MAX)
+    if RANK == 0:
+        print(f"{asked['until'] - time.time():.1f} s left", flush=True)
+    return bool(over.item())
+
+
+def stands(left_s: float) -> None:
+    """In the end say where everything is that has not ended: every thread, and the slices of every group."""
+    faulthandler.dump_traceback_later(left_s, exit=True)
+
+    def look() -> None:
+        time.sleep(max(left_s - 1.0, 0.0))
+        for text in WATCHDOG.states():
+            print(f"rank {RANK}: {text}", flush=True)
+
+    threading.Thread(target=look, daemon=True).start()
+
+
 def write(asked: dict[str, Any], row: dict[str, Any]) -> None:
     """One line more of what is known."""
     if RANK == 0:
+        print(json.dumps(row), flush=True)
         with Path(asked["out"]).open("a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -143,7 +171,7 @@ def write(asked: dict[str, Any], row: dict[str, Any]) -> None:
 def main() -> None:
     """Measure what is asked for."""
     asked = json.loads(sys.argv[1])
-    faulthandler.dump_traceback_later(asked["limit_s"], exit=True)
+    stands(asked["until"] - time.time())
     torch.cuda.set_device(0)
     dist.init_process_group("stretto")
     nccl = dist.new_group(backend="nccl") if asked["nccl"] else None
