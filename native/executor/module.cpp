@@ -234,10 +234,13 @@ NB_MODULE(_executor, m) {
       .def("wait_failure", &Carrier::wait_failure, nb::call_guard<nb::gil_scoped_release>())
       .def("abort", &Carrier::abort, nb::call_guard<nb::gil_scoped_release>())
       .def("close", &Carrier::close, nb::call_guard<nb::gil_scoped_release>())
-      .def("state", [](Carrier& c) {
-        const CarrierState s = c.state();
-        return std::map<std::string, int64_t>{{"posted", s.posted},   {"waiting", s.waiting}, {"copied", s.copied},
-                                              {"running", s.running}, {"through", s.through}, {"lowest", s.lowest},
-                                              {"released", s.released}};
-      });
+      .def(
+          "state",
+          [](Carrier& c) {
+            const CarrierState s = c.state();
+            return std::map<std::string, int64_t>{{"posted", s.posted},   {"waiting", s.waiting}, {"copied", s.copied},
+                                                  {"running", s.running}, {"through", s.through}, {"lowest", s.lowest},
+                                                  {"released", s.released}};
+          },
+          nb::call_guard<nb::gil_scoped_release>());
 }

@@ -74,7 +74,8 @@ struct Ends {
   int64_t total, inputs, outputs, place;
 };
 
-struct Loaded {
+// Shared by its own count: one that Python owned would need the interpreter's lock where a thread of ours lets go of it.
+struct Loaded : std::enable_shared_from_this<Loaded> {
   int comm, rank, world;
   std::vector<int> ranks;  // of the communicator, as ranks of the job
   uint64_t signature;

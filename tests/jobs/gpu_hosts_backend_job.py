@@ -156,7 +156,7 @@ def world() -> Any:
 def gpu_of(group: Any) -> Any:
     """A group's engine for GPU tensors, which here takes those of the CPU."""
     engine = group.gpu
-    engine._options = GpuOptions(over_fast=True)
+    engine._options = GpuOptions(between_hosts=True)
 
     def local(made: Any, store: Any, path: str, rank: int, size: int, *_: object) -> None:
         hosts = [card.host for card in group.cards]

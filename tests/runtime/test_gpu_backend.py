@@ -20,7 +20,7 @@ from stretto.runtime.torch_backend.call_board import RECORDS, CallBoard, make_bo
 from stretto.runtime.torch_backend.gpu_engine import place_in
 from stretto.runtime.torch_backend.gpu_hosts_join import why_not_between
 from stretto.runtime.torch_backend.gpu_layout import GpuBuffers, gpu_buffers, gpu_refusal
-from stretto.runtime.torch_backend.gpu_meeting import GpuCard, decode_cards, encode_card, fast_network, sharers, why_not
+from stretto.runtime.torch_backend.gpu_meeting import GpuCard, decode_cards, encode_card, sharers, why_not
 from stretto.runtime.torch_backend.gpu_options import GpuOptions, gpu_options
 from stretto.runtime.torch_backend.gpu_selection import GpuSelector
 from stretto.runtime.torch_backend.gpu_watch import GroupWatch
@@ -141,24 +141,11 @@ def test_ranks_agree_why_their_gpus_cannot_run_programs(other: dict[str, Any], w
     assert sharers(cards) == (2 if other.get("uuid") == "gpu0" else 1)
 
 
-def test_groups_over_hosts_with_fast_networks_are_left_to_nccl_unless_asked_for() -> None:
-    cards = [card(rank, host="ab"[rank], fast="RDMA" if rank else "") for rank in range(2)]
-    assert why_not_between([cards[0], card(1, host="b")], GpuOptions()) == ""
-    assert why_not_between(cards, GpuOptions()).startswith("ranks on several hosts with RDMA between them")
+def test_ranks_of_several_hosts_agree_on_options() -> None:
     asked = gpu_options({"STRETTO_GPU": "hosts"})
-    both = [card(rank, host="ab"[rank], fast="RDMA", options=asked.text) for rank in range(2)]
+    both = [card(rank, host="ab"[rank], options=asked.text) for rank in range(2)]
     assert why_not_between(both, asked) == ""
-    assert "rank 1 has" in why_not_between([cards[0], both[1]], asked)
-
-
-def test_which_networks_are_fast(tmp_path: Path) -> None:
-    for name, speed in (("slow", "10000"), ("fast", "25000"), ("cloud", "-1")):
-        (tmp_path / "net" / name).mkdir(parents=True)
-        (tmp_path / "net" / name / "speed").write_text(speed)
-    wanted = {"slow": "", "fast": "fast of 25 Gbit/s", "cloud": "cloud of unknown speed", "lo": "lo of unknown speed"}
-    assert {name: fast_network([name], tmp_path) for name in wanted} == wanted
-    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
-    assert fast_network(["slow"], tmp_path) == "RDMA"
+    assert "rank 1 has" in why_not_between([card(0), both[1]], asked)
 
 
 @pytest.fixture

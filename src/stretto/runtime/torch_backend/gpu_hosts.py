@@ -26,6 +26,7 @@ from .launch_queue import Launch, on_stream
 from .recording import current
 from .selection import ProgramPick
 
+ASK = "ranks on several hosts, which STRETTO_GPU=hosts would run as programs"
 CAPTURED = "a group over several hosts inside the capture of a graph"
 VERDICT_S = 2.0
 """How long to wait for the words of the rank that was the first to give up."""
@@ -51,6 +52,11 @@ class HostsGpuEngine(GpuEngine):
     """One communicator's programs on the GPUs of several hosts."""
 
     takes_pools = False
+
+    def refusal(self, call: CollectiveCall) -> str:
+        """Why a call goes to NCCL; empty where it runs as a program. The same on all ranks."""
+        # Not all of its runs on a GPU have come to their end (docs/gpu.md): only who asks for it by name gets it.
+        return super().refusal(call) if self._options.between_hosts else ASK
 
     def _refusal_of(self, given: torch.device) -> str:
         if cuda.is_current_stream_capturing():

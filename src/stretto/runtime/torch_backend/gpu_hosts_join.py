@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -12,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
@@ -25,10 +23,10 @@ from ..gpu.hosts_device import CudaDevice, gpudirect
 from ..gpu.hosts_proxy import NetworkProxy, ProgressBoard, board_bytes
 from .call_board import CallBoard, make_board_file
 from .cuda_clock import Clock, cuda
-from .engine import Engine, channels_of
+from .engine import Engine
 from .executor_legs import ExecutorLegs
 from .gloo_options import gloo_options
-from .gpu_meeting import GpuCard, decode_cards, encode_card, fast_network, gpu_card, sharers, sm_count, why_not
+from .gpu_meeting import GpuCard, decode_cards, encode_card, gpu_card, sharers, sm_count, why_not
 from .gpu_options import GpuOptions
 from .gpu_rendezvous import DEFAULT_BLOCKS, LEAST_BYTES, GpuSite
 from .gpu_watch import WATCHDOG
@@ -37,8 +35,6 @@ from .launch_queue import QUEUES
 from .meeting import Card, Meeting
 from .selection import ProgramPick
 from .symmetric_group import SymmetricGroup
-
-FASTER = "between them, where NCCL is faster (STRETTO_GPU=hosts runs programs all the same)"
 
 
 class QuietClock(Clock[None]):
@@ -127,8 +123,6 @@ def join_hosts(
     meeting = Meeting(store, rank, size)
     meeting.cards = list(cards)
     mine = gpu_card(rank, device, options, WATCHDOG.held_bytes(), WATCHDOG.rendezvous)
-    interfaces = [channel.devices for channel in channels_of(os.environ).values()]
-    mine = msgspec.structs.replace(mine, fast=fast_network(interfaces))
     found = decode_cards(meeting.exchange(encode_card(mine)))
     devices = engine.selector.devices
     said = [
@@ -189,8 +183,6 @@ def why_not_between(cards: Sequence[GpuCard], options: GpuOptions) -> str:
         if (card.options, card.torch) != (first.options, first.torch):
             theirs, ours = (f"{one.options}, PyTorch {one.torch}" for one in (card, first))
             return f"rank {card.rank} has {theirs}, rank 0 {ours}"
-        if card.fast and not options.over_fast:
-            return f"ranks on several hosts with {card.fast} {FASTER}"
     for host in dict.fromkeys(card.host for card in cards):
         why = why_not([card for card in cards if card.host == host], options, LEAST_BYTES)
         if why:

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,10 +19,6 @@ from .gpu_options import GpuOptions
 
 SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """PyTorch's own switch: whether several ranks may have symmetric memory on one GPU."""
-
-
-SLOW_MBIT = 10_000
-"""Between hosts with links up to here programs are the default; NCCL's sockets carry more."""
 
 
 class GpuCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,8 +37,6 @@ class GpuCard(msgspec.Struct, frozen=True, kw_only=True):
     rendezvous: int
     """How many symmetric allocations its process has made: PyTorch counts them, and its ranks must agree."""
     torch: str
-    fast: str = ""
-    """What its host has between hosts that NCCL makes more of than programs do; empty: nothing."""
 
 
 def gpu_card(rank: int, device: torch.device, options: GpuOptions, held_bytes: int, rendezvous: int) -> GpuCard:
@@ -69,31 +61,6 @@ def gpu_card(rank: int, device: torch.device, options: GpuOptions, held_bytes: i
         shares=os.environ.get(SHARING) == "1", options=options.text, held_bytes=held_bytes,
         rendezvous=rendezvous, torch=str(torch.__version__),
     )  # fmt: skip
-
-
-def fast_network(interfaces: Sequence[str], folder: Path = Path("/sys/class")) -> str:
-    """What of this host's network NCCL makes more of than programs do, which go over TCP by way of one core a rank.
-
-    Args:
-        interfaces: The network interfaces of the executor.
-        folder: Where the system tells of its networks.
-
-    Returns:
-        It in words; empty where there is nothing.
-    """
-    with contextlib.suppress(OSError):
-        if any((folder / "infiniband").iterdir()):
-            return "RDMA"
-    for name in interfaces:
-        try:
-            rate_mbit = int((folder / "net" / name / "speed").read_text())
-        except (OSError, ValueError):
-            rate_mbit = -1
-        if rate_mbit < 0:
-            return f"{name} of unknown speed"
-        if rate_mbit > SLOW_MBIT:
-            return f"{name} of {rate_mbit / 1000:g} Gbit/s"
-    return ""
 
 
 def encode_card(card: GpuCard) -> bytes:

@@ -22,15 +22,15 @@ class GpuOptions:
     enabled: bool = True
     max_blocks: int | None = None
     """Thread blocks, and so SMs, that the calls of one rank may take at a time; None leaves it to the executor."""
-    over_fast: bool = False
-    """Whether groups over several hosts run programs also over fast networks, of which NCCL makes more."""
+    between_hosts: bool = False
+    """Whether groups over several hosts run programs, too."""
     max_bytes: int = GIB
     """GPU memory that the groups of one process may hold together."""
 
     @property
     def text(self) -> str:
         """The options as text that must be the same on all ranks."""
-        hosts = ", hosts" if self.over_fast else ""
+        hosts = ", hosts" if self.between_hosts else ""
         return f"enabled={self.enabled}, blocks={self.max_blocks}, bytes={self.max_bytes}{hosts}"
 
 
@@ -60,6 +60,6 @@ def gpu_options(environment: Mapping[str, str] = os.environ) -> GpuOptions:
     except InvalidInput as error:
         raise InvalidInput(f"STRETTO_GPU_MEMORY: {error}") from None
     return GpuOptions(
-        enabled=state != "off", over_fast=state == "hosts", max_blocks=int(blocks) if blocks else None,
+        enabled=state != "off", between_hosts=state == "hosts", max_blocks=int(blocks) if blocks else None,
         max_bytes=max_bytes,
     )  # fmt: skip
