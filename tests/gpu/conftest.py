@@ -67,9 +67,9 @@ def start_ranks(
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Launch:
-    """Runs a scenario of tests/jobs/gpu_programs_job.py on so many ranks."""
+    """Runs a scenario of tests/jobs/gpu_programs_job.py, or of another job, on so many ranks."""
 
-    def run(ranks: int, *arguments: str, lost: Sequence[int] = ()) -> list[Any]:
-        return start_ranks(tmp_path, ranks, arguments, lost)
+    def run(ranks: int, *arguments: str, lost: Sequence[int] = (), job: str = "gpu_programs_job.py") -> list[Any]:
+        return start_ranks(tmp_path, ranks, arguments, lost, job)
 
     return run

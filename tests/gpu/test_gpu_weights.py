@@ -3,29 +3,29 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from conftest import start_ranks
-
 JOB = "weights_job.py"
+Launch = Callable[..., list[Any]]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_generated_state_dicts_and_tensors_arrive_bit_for_bit(tmp_path: Path, ranks: int) -> None:
+def test_generated_state_dicts_and_tensors_arrive_bit_for_bit(launch: Launch, ranks: int) -> None:
     names = ["generated", "resharded", "overlapped", "deltas", "mapped"]
-    for told in start_ranks(tmp_path, ranks, ["cuda", str(ranks), "2", *names], job=JOB):
+    for told in launch(ranks, "cuda", str(ranks), "2", *names, job=JOB):
         assert [told[name]["wrong"] for name in names] == [[]] * 5 and told["generated"]["routes"] == ["gpu"]
 
 
-def test_the_same_through_pinned_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_through_pinned_memory(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STRETTO_GPU", "off")
-    for told in start_ranks(tmp_path, 4, ["cuda", "4", "3", "generated", "overlapped"], job=JOB):
+    for told in launch(4, "cuda", "4", "3", "generated", "overlapped", job=JOB):
         assert told["generated"]["wrong"] == told["overlapped"]["wrong"] == []
         assert told["generated"]["routes"] == ["pinned"]
 
 
-def test_a_trainer_that_dies_leaves_servers_on_the_version_before(tmp_path: Path) -> None:
-    for told in start_ranks(tmp_path, 4, ["cuda", "4", "1", "dies"], lost=[0], job=JOB):
+def test_a_trainer_that_dies_leaves_servers_on_the_version_before(launch: Launch) -> None:
+    for told in launch(4, "cuda", "4", "1", "dies", lost=[0], job=JOB):
         assert told["dies"]["kept"] and told["dies"]["said"].startswith("PeerLost")
