@@ -28,8 +28,8 @@ from .rails import RailRouter, holders_alone_us, relay_shares
 
 GOOD_ENOUGH = 1.007
 """The multiple of the bound at which the search stops."""
-CLOSE, FEW_HOPS = 1.1, 50_000
-"""Once so many hops are simulated, chains are not tried after paired ports that are this close to the bound."""
+CLOSE, FEW_HOPS = 1.05, 50_000
+"""The multiple of the bound at which the search stops once so many hops are simulated."""
 FANS = (1, 2, 4)
 URGENCIES = ("far_first", "side_by_side")
 PACES = ("", "as it arrives", "paced")
@@ -114,7 +114,7 @@ def best_program(
     best: BalancedProgram | None = None
     tried = 0
     for way in _ways(whole, hosts, bound_us):
-        if best is not None and not way.rails and tried > FEW_HOPS and best.worst_us <= CLOSE * bound_us:
+        if best is not None and tried > FEW_HOPS and best.worst_us <= CLOSE * bound_us:
             return best
         contentions = both[:1] if way.rails else both
         router, busiest_us = _router(way, whole, hosts, bound_us)
