@@ -179,10 +179,10 @@ class RoundBuffers:
         """The stream that unpacks."""
         return self._on(2, slot, (1,))
 
-    def catch_up_packing(self) -> None:
-        """Let the caller's stream wait for all that was packed so far."""
+    def finish_packing(self) -> None:
+        """Wait on the host for all that was packed so far."""
         if self._gpu is not None:
-            cuda.current_stream(self._gpu).wait_stream(self._lanes[0])
+            self._lanes[0].synchronize()
 
     def catch_up(self) -> None:
         """Let the caller's stream wait for all rounds that were started; raise what has ended them."""

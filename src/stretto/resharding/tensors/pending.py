@@ -14,6 +14,7 @@ import torch
 
 from ...errors import InvalidInput, PeerLost, unknown
 from ...runtime.torch_backend.cuda_clock import cuda
+from .packing import finish_stream
 
 if TYPE_CHECKING:
     from .packing import Tensors
@@ -59,8 +60,6 @@ class SourceGuard:
         self._over = False
         self._here: list[torch.Tensor] | None = None
         self._here_read = False
-        self._here_end: Any = None
-        """On a GPU: where the sender's stream has read the parts that stay here."""
         self.checksums: dict[str, int] | None = None
         """Those of the sources as they were, if they are wanted."""
         self.copied_bytes = 0
@@ -84,10 +83,11 @@ class SourceGuard:
         """While the parts that stay on this rank are copied; gives early copies of them, if there are any."""
         with self._lock:
             yield self._here
+            if self._transfer.held_here(self._sources):
+                # The trainer may be on another stream, and copies were made on that one.
+                finish_stream(self._sources)
             self._here, self._here_read = None, True
-            if any(tensor is not None and tensor.is_cuda for tensor in self._sources):
-                self._here_end = cuda.Event()
-                self._here_end.record()
+            self._lock.notify_all()
 
     def end(self) -> None:
         """The update is over, well or not: nothing is read any more."""
@@ -114,20 +114,19 @@ class SourceGuard:
             raise unknown("how", how, ("copy", "wait", "cheaper"))
         done = "nothing"
         with self._lock:
-            if not self._over and not self._here_read and self._here is None:
+            if not self._over and not self._here_read and self._here is None and self._transfer.gpu is None:
                 self._here = [box.clone() for box in self._transfer.held_here(self._sources)]
-            while not self._over and self._left():
+                finish_stream(self._here)
+            while not self._over and (self._left() or (self._here is None and not self._here_read)):
                 price = self._price()
                 room = self._most is None or price.nbytes <= self._most - self.copied_bytes
-                if room and (how == "copy" or (how == "cheaper" and price.cheaper == "copy")):
+                if self._left() and room and (how == "copy" or (how == "cheaper" and price.cheaper == "copy")):
                     self._copy()
                     done = "copy"
                     break
                 done = "wait"
                 self._lock.wait(0.05)
-            self._transfer.catch_up_packing()
-            if self._here_end is not None:
-                cuda.current_stream().wait_event(self._here_end)
+            self._transfer.finish_packing()
         return done
 
     def _left(self) -> list[int]:

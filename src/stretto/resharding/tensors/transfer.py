@@ -242,9 +242,9 @@ class Transfer:
                         for stream in streams:
                             tensor.record_stream(stream)
 
-    def catch_up_packing(self) -> None:
-        """Let the caller's stream of the GPU wait until all rounds that were started have read the sources."""
-        self._buffers.catch_up_packing()
+    def finish_packing(self) -> None:
+        """Wait on the host until all rounds that were started have read the sources."""
+        self._buffers.finish_packing()
 
     def _start(
         self, each: Round, number: int, sources: Tensors, targets: Tensors, guard: SourceGuard | None

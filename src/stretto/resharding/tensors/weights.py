@@ -225,10 +225,12 @@ class WeightSync:
         if why:
             raise InvalidInput(why)
         transfer = self._state.transfer
-        most = 0 if snapshot == "wait" else snapshot_bytes
+        # Programs on GPU memory read the sources within milliseconds: nothing is copied there, writers wait.
+        on_gpu = transfer.gpu is not None
+        most = 0 if snapshot == "wait" or on_gpu else snapshot_bytes
         guard = SourceGuard(transfer, transfer.rounds, sources, most_bytes=most)
         guard.checksums = transfer.checksums(0, sources) if checksums else None
-        if snapshot == "now":
+        if snapshot == "now" and not on_gpu:
             guard.before_write("copy")
         self._updating.acquire()
 
@@ -238,7 +240,10 @@ class WeightSync:
             finally:
                 self._updating.release()
 
-        return PendingUpdate(run, guard)
+        pending = PendingUpdate(run, guard)
+        if snapshot == "now":
+            pending.before_write("wait")
+        return pending
 
     def _update(self, source: Dict | None, checksums: bool, changed: Changed, guard: SourceGuard | None) -> int:
         from .deltas import union
