@@ -39,7 +39,7 @@ class SelfTestRank:
 
     def __init__(self, device: torch.device, most_bytes: int) -> None:
         self.device, self.rank, self.world = device, dist.get_rank(), dist.get_world_size()
-        self.group: Any = dist.group.WORLD
+        self.group = _world()
         self.nccl: Any = dist.new_group(backend="nccl")
         # Input and output of calls in symmetric memory; a size is rounded up to a whole number for every rank.
         room = most_bytes + 8 * self.world
@@ -71,8 +71,14 @@ class SelfTestRank:
         """What this rank must get."""
         if kind in REDUCING:
             wide = torch.stack(parts).to(torch.float64)
-            ways = {"sum": wide.sum, "avg": wide.mean, "min": wide.amin, "max": wide.amax, "prod": wide.prod}
-            whole = ways[reduce](0).to(parts[0].dtype)
+            ways: dict[str, Any] = {
+                "sum": wide.sum,
+                "avg": wide.mean,
+                "min": wide.amin,
+                "max": wide.amax,
+                "prod": wide.prod,
+            }
+            whole: torch.Tensor = ways[reduce](0).to(parts[0].dtype)
             return whole.view(self.world, -1)[self.rank] if kind == "reduce_scatter" else whole
         if kind == "broadcast":
             return parts[0]
@@ -149,12 +155,12 @@ class SelfTestRank:
                     continue
                 yield self.run_one(row | {"algorithm": name}, communicator, source, target, want)
                 if dtype == asked["dtypes"][0]:
-                    there = [
-                        memory[: one.nbytes].view(typed)
-                        for memory, one in zip(self.symmetric, (source, target), strict=True)
-                    ]
-                    there[0].copy_(source)
-                    yield self.run_one(row | {"algorithm": name, "memory": "symmetric"}, communicator, *there, want)
+                    there, made = (
+                        self.symmetric[at][: one.nbytes].view(typed) for at, one in enumerate((source, target))
+                    )
+                    there.copy_(source)
+                    given = row | {"algorithm": name, "memory": "symmetric"}
+                    yield self.run_one(given, communicator, there, made, want)
             if kind in REDUCING and nbytes == asked["sizes"][0] and dtype not in WHOLE:
                 # An average over other numbers of ranks is rounded twice in the types of two bytes.
                 exact = self.world & (self.world - 1) == 0 or typed.itemsize > 2
@@ -199,6 +205,11 @@ class SelfTestRank:
         right = self.all_right(bool(torch.equal(target, want)) or (kind == "reduce" and self.rank != 0))
         taken = time_graph(lambda: communicator.launch(loaded, begin, end), self.meet, calls=10, rounds=5)
         return SelfTestRow(**row, right=right, us=round(self.slowest(taken), 2))
+
+
+def _world() -> Any:
+    """The group of all ranks, which is one of ours."""
+    return dist.group.WORLD
 
 
 def machine(device: torch.device) -> SelfTestMachine:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -54,6 +54,11 @@ def pool_for(group: Any, parameters: Sequence[torch.Tensor]) -> SymmetricPool | 
     return made
 
 
+def _group_of(rest: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """The group is the fourth argument of the reducer of all versions."""
+    return rest[2] if len(rest) > 2 else named.get("process_group")
+
+
 class SymmetricReducer(PlainReducer):  # type: ignore[misc]
     """DDP's reducer, whose buckets are in symmetric memory where programs on GPU memory run.
 
@@ -61,8 +66,7 @@ class SymmetricReducer(PlainReducer):  # type: ignore[misc]
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], *rest: Any, **named: Any) -> None:
-        # The group is the fourth argument of the reducer of all versions.
-        self._group: Any = rest[2] if len(rest) > 2 else named.get("process_group")
+        self._group = _group_of(rest, named)
         self._symmetric = pool_for(self._group, parameters)
         self._rebuilt = False
         with self._in_pool():
