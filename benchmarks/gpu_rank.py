@@ -54,7 +54,8 @@ class RankBench:
         if asked["plans"]:
             self._plans = plans_of(Path(asked["plans"]), self.world)
             try:
-                self._mscclpp = MscclppRanks(min(max(asked["sizes"]), MSCCLPP_MOST))
+                gloo = dist.new_group(backend="gloo")
+                self._mscclpp = MscclppRanks(min(max(asked["sizes"]), MSCCLPP_MOST), gloo)
             except Exception:
                 print(f"MSCCL++ does not run beside: {traceback.format_exc()}", file=sys.stderr, flush=True)
 

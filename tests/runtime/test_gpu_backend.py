@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from stretto.cluster import Cluster
-from stretto.errors import InvalidInput, PeerLost
+from stretto.errors import InvalidInput, PeerLost, StrettoError
 from stretto.runtime.torch_backend import gpu_watch
 from stretto.runtime.torch_backend.buffers import CollectiveCall, Splits
 from stretto.runtime.torch_backend.call_board import RECORDS, CallBoard, make_board_file
-from stretto.runtime.torch_backend.gpu_engine import place_in
+from stretto.runtime.torch_backend.gpu_engine import GpuEngine, place_in
 from stretto.runtime.torch_backend.gpu_hosts_join import why_not_between
 from stretto.runtime.torch_backend.gpu_layout import GpuBuffers, gpu_buffers, gpu_refusal
 from stretto.runtime.torch_backend.gpu_meeting import GpuCard, decode_cards, encode_card, sharers, why_not
@@ -295,3 +295,14 @@ def test_a_rank_that_left_when_it_was_done_is_not_lost(
     GroupWatch(fine).look()
     assert str(fine.broken) == "rank 2 is gone (in all_reduce of group 0)"
     boards[1].post(2, "broadcast")
+
+
+def test_a_call_that_fails_as_its_group_is_given_up_says_why_it_was() -> None:
+    engine: Any = GpuEngine.__new__(GpuEngine)
+    engine.broken = PeerLost("rank 1 is gone")
+    with pytest.raises(PeerLost, match="rank 1 is gone"):
+        engine._launch_failed(StrettoError("rank 1 is gone"))
+    told: list[Exception] = []
+    engine.broken, engine.fail, engine.engine = None, told.append, SimpleNamespace(rank=3)
+    engine._launch_failed(ValueError("no such stream"))
+    assert [str(error) for error in told] == ["rank 3: no such stream"]

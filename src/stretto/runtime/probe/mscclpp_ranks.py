@@ -34,14 +34,16 @@ class MscclppRanks:
 
     Args:
         most_bytes: The largest call.
+        group: A group of gloo of all ranks, by which they meet; the default one where none is given. MSCCL++ broadcasts
+            tensors of different sizes, which only gloo lets pass.
     """
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, group: dist.ProcessGroup | None = None) -> None:
         try:
             library = importlib.import_module("mscclpp")
         except ImportError as error:
             raise StrettoError(f"MSCCL++ is not installed: {error}") from None
-        group = dist.group.WORLD
+        group = group if group is not None else dist.group.WORLD
         assert group is not None
         self.rank, self.ranks, self.most_bytes = group.rank(), group.size(), most_bytes
         self._group = library.CommGroup(torch_group=group)

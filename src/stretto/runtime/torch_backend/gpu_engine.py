@@ -143,8 +143,7 @@ class GpuEngine:
         try:
             flight = self._launch(site, parts, prepared, opts)
         except Exception as error:
-            # Other ranks may have launched, and wait for this one.
-            self.fail(StrettoError(f"rank {self.engine.rank}: {str(error).splitlines()[0]}"))
+            self._launch_failed(error)
             raise
         barrier = calls[0].op == "barrier"
         alone = not getattr(opts, "asyncOp", True)
@@ -311,8 +310,7 @@ class GpuEngine:
         try:
             self._launch(self.site, [(call, buffers)], [(loaded, choice, text)], SimpleNamespace(asyncOp=False))
         except Exception as error:
-            # Other ranks may have launched, and wait for this one.
-            self.fail(StrettoError(f"rank {self.engine.rank}: {str(error).splitlines()[0]}"))
+            self._launch_failed(error)
             raise
 
     def note_delegated(self, call: CollectiveCall) -> None:
@@ -340,6 +338,13 @@ class GpuEngine:
         if tell:
             site.board.give_up(type(error).__name__, str(error))
         site.communicator.abort(str(error))
+
+    def _launch_failed(self, error: Exception) -> None:
+        """Raise why the group was given up, if it just was; else tell the others, who may wait for this rank."""
+        broken = self.broken
+        if broken is not None and broken is not error:
+            raise broken from error
+        self.fail(StrettoError(f"rank {self.engine.rank}: {str(error).splitlines()[0]}"))
 
     def fail_as_told(self, kind: str, why: str) -> None:
         """Another rank has given up."""
