@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import time
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -248,12 +249,57 @@ def test_worker_processes_find_what_one_process_finds(ring: st.Cluster, monkeypa
 
 
 def test_a_worker_that_takes_too_long_is_ended(ring: st.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stretto.synthesis import worker
+    from stretto.synthesis import backends
 
     monkeypatch.setattr(portfolio, "SMALL", 0)
     monkeypatch.setattr(worker, "GRACE_S", -1e9)
+    monkeypatch.setattr(backends, "LAST_S", -1e9)
     with pytest.raises(st.Infeasible, match="ended: the budget of 30 s was spent"):
-        synthesize(st.AllGather(4), ring, st.MB, makers=["library:ring"], cache=False, jobs=2)
+        synthesize(st.AllGather(4), ring, st.MB, makers=["greedy"], cache=False, jobs=2)
+
+
+@pytest.mark.parametrize("makers", [["library:ring"], ["greedy"], ["flow", "greedy", "library:ring"]])
+def test_a_search_that_is_late_ends_with_the_first_program(
+    ring: st.Cluster, monkeypatch: pytest.MonkeyPatch, makers: list[str]
+) -> None:
+    monkeypatch.setattr(portfolio, "SMALL", 0)
+    monkeypatch.setattr(worker, "GRACE_S", -1e9)
+    found = synthesize(st.AllGather(4), ring, st.MB, makers=makers, cache=False, budget_s=1e-3, jobs=2)
+    found.program.verify()
+
+
+def test_where_nobody_is_done_in_time_the_library_comes_first() -> None:
+    from stretto.synthesis import backends
+    from stretto.synthesis.attempts import Attempt, Board
+    from stretto.synthesis.certificate import ProvedProgram
+
+    ring = st.Cluster.preset("ring", nodes=4)
+    program = st.algorithm("ring", "all_gather", 4)
+    problem = SynthesisProblem(
+        collective=st.AllGather(4), cluster=ring, nbytes=st.MB, alpha="pipelined", contention=None, seed=0
+    )
+    asked: list[str] = []
+
+    class Late:
+        """The first maker never ends by itself; the library does at once."""
+
+        def __init__(self, request: bytes, tell: Any) -> None:
+            task = pickle.loads(request)[2]
+            asked.append(task.label)
+            if task.maker == "library":
+                tell(Attempt(made=[ProvedProgram(maker=task.label, program=program, time_us=1.0, seconds=0.0)]))
+
+        def end(self) -> None:
+            asked.append("end")
+
+        def reason(self) -> str:
+            return ""
+
+    tasks = [MakerTask(maker=name, label=name, weight=1.0) for name in ("greedy", "compose", "library")]
+    board = Board(bound=st.lower_bound(st.AllGather(4), ring, st.MB), budget_s=0.2, began=time.monotonic())
+    backends.run_tasks(problem, tasks, board, jobs=1, start=Late)
+    assert asked[:2] == ["greedy", "library"] and asked.count("end") >= 1
+    assert board.best is not None and board.best.maker == "library"
 
 
 def test_results_are_kept_and_proved_again(ring: st.Cluster, own_cache: Path) -> None:

@@ -14,11 +14,13 @@ from ..children import ray_cluster
 from ..errors import InvalidInput, unknown
 from . import ray_backend, worker
 from .attempts import LEAST_S, Attempt, Board
-from .makers import makers
+from .makers import LIBRARY, makers
 from .problem import MakerTask, SynthesisProblem
 from .worker import ActiveTask, Message, Start
 
 BACKENDS = ("processes", "ray")
+LAST_S = 300.0
+"""How long after the end of the budget a search without any program waits for makers other than the library."""
 Inbox = queue.Queue[tuple[int, Message]]
 
 
@@ -58,6 +60,9 @@ def check_backend(name: str, address: str | None) -> None:
 def run_tasks(problem: SynthesisProblem, tasks: Sequence[MakerTask], board: Board, *, jobs: int, start: Start) -> None:
     """Run tasks in workers until all have ended, the budget is spent or the lower bound is reached.
 
+    Where the budget is spent before there is any program, as on a machine that is busy with other work, library
+    algorithms are started beside what is running, and the first program that comes ends the search.
+
     Args:
         problem: The problem that the tasks were made for.
         tasks: The tasks, in the order in which they are started.
@@ -72,7 +77,11 @@ def run_tasks(problem: SynthesisProblem, tasks: Sequence[MakerTask], board: Boar
     known, started = makers(), 0
     try:
         while waiting or running:
-            while waiting and len(running) < jobs:
+            slots = jobs
+            if not board.made and board.left_s < 0:
+                waiting.sort(key=lambda task: task.maker != LIBRARY)
+                slots += not any(task.maker == LIBRARY for task, _ in running.values())
+            while waiting and len(running) < slots:
                 task = waiting.pop(0)
                 why = board.enough()
                 if why:
@@ -96,7 +105,7 @@ def _deliver(inbox: Inbox, number: int, message: Message) -> None:
 
 
 def _collect(running: dict[int, tuple[MakerTask, ActiveTask]], inbox: Inbox, board: Board) -> None:
-    """Wait for one message; end all tasks where the budget is overrun or the lower bound is reached."""
+    """Wait for one message; end tasks where the budget is overrun or the lower bound is reached."""
     with contextlib.suppress(queue.Empty):
         number, message = inbox.get(timeout=0.1)
         if number in running:
@@ -107,9 +116,12 @@ def _collect(running: dict[int, tuple[MakerTask, ActiveTask]], inbox: Inbox, boa
                 del running[number]
                 board.add(message or Attempt.without(task, far.reason(), crashed=True))
     reached = board.at_bound()
-    if reached or board.left_s < -worker.GRACE_S:
+    late_s = -board.left_s
+    if reached or late_s > worker.GRACE_S:
         why = reached or f"the budget of {board.budget_s:g} s was spent"
         for number, (task, far) in list(running.items()):
+            if not board.made and (task.maker == LIBRARY or late_s < LAST_S):
+                continue
             far.end()
             del running[number]
             board.add(Attempt.without(task, f"ended: {why}"))
