@@ -277,6 +277,17 @@ _EVERYTHING = tuple(COLLECTIVES)
 register_maker(Library())
 register_maker(SymmetricMaker())
 register_maker(SearchMaker(name="exchange", make=_exchange, collectives=("all_reduce",), weight=1.0, max_ranks=64))
+# Makers are asked in this order; where time is short, those behind the first ones are not.
+register_maker(
+    SearchMaker(
+        name="tree_pairs",
+        make=_tree_pairs,
+        collectives=("all_reduce",),
+        weight=6.0,
+        max_ranks=128,
+        options={"max_transfers": Count},
+    )
+)
 register_maker(
     SearchMaker(name="compose", make=_compose, collectives=_EVERYTHING, weight=2.0, options={"pieces": list[Count]})
 )
@@ -311,16 +322,6 @@ register_maker(
         max_ranks=512,
         variants=_few_roots,
         options={"max_k": Count, "max_height": Count, "max_transfers": Count, "multicast": bool},
-    )
-)
-register_maker(
-    SearchMaker(
-        name="tree_pairs",
-        make=_tree_pairs,
-        collectives=("all_reduce",),
-        weight=6.0,
-        max_ranks=128,
-        options={"max_transfers": Count},
     )
 )
 register_maker(

@@ -26,6 +26,10 @@ SAME = 1e-4
 """The share of the time by which another round must be better for the search to go on."""
 MIN_SHARE = 1e-4
 """Pairs with less than this share of the bytes are left out."""
+CALM_SLACK = 0.001
+"""The share of the time that is given up for pairs that leave links time to spare."""
+CALM_LEVELS = ((0.8, 0.1, 1.0), (0.9, 0.07, 4.0), (0.97, 0.03, 20.0))
+"""From which share of a link's rate on how much more of it costs what, where pairs should leave time to spare."""
 
 
 def quickest_pairs(
@@ -35,9 +39,13 @@ def quickest_pairs(
     packing: TreePairPacking,
     *,
     weight: float = 1.0,
+    calm: bool = False,
     until: float = float("inf"),
 ) -> tuple[float, list[TreePair]]:
     """The pairs of trees that move `nbytes` soonest when all of them are pipelined finely.
+
+    Messages that pass switches meet there and wait for each other, the more so the busier links are. Of all pairs that
+    are about as quick, the calm ones keep as few links as possible busy all the time.
 
     Args:
         cluster: The cluster.
@@ -45,6 +53,7 @@ def quickest_pairs(
         nbytes: The size in bytes.
         packing: Pairs of the best rate, which are always among those that are weighed.
         weight: What a microsecond of a pair's latency counts: less than 1 where links work ahead meanwhile (`justify`).
+        calm: Whether links should have time to spare where that costs next to nothing.
         until: When to stop looking for more trees (`time.monotonic`).
 
     Returns:
@@ -64,6 +73,9 @@ def quickest_pairs(
         took, worth = pool.solve()
         if took > before * (1 - SAME):
             break
+    if calm:
+        took *= 1 + CALM_SLACK
+        pool.calm(took)
     return took, pool.chosen(took)
 
 
@@ -117,6 +129,22 @@ class _Pool:
             took = sooner
         self.took = took
         return took, np.maximum(found.duals, 0.0)
+
+    def calm(self, took: float) -> None:
+        """Divide the bytes among the pairs so that they are moved in time and few links are nearly always busy."""
+        latency, program = np.array(self.latency), LinearProgram()
+        for late in latency.tolist():
+            program.column(upper=np.inf if late < took else 0.0)
+        program.row(np.arange(len(latency)), np.maximum(took - latency, 0.0), lower=self.nbytes)
+        loads = np.stack(self.load)
+        for link, rate in enumerate(self.rate.tolist()):
+            busy = [program.column(upper=more, cost=cost) for _, more, cost in CALM_LEVELS]
+            used = np.flatnonzero(loads[:, link])
+            index, value = [*used.tolist(), *busy], [*loads[used, link].tolist(), *[-rate] * len(busy)]
+            program.row(index, value, upper=rate * CALM_LEVELS[0][0])
+        found = program.solve()
+        if found.status == "optimal":
+            self.flow = np.maximum(found.values[: len(latency)], 0.0)
 
     def _alone(self, latency: NDArray[np.float64]) -> float:
         """A time that suffices: the best single pair, and a little more."""

@@ -27,7 +27,7 @@ from .tree_pair_packing import TreePair, TreePairPacking, pack_tree_pairs
 MAX_TRANSFERS = 300_000
 LATENCY_MATTERS = 0.02
 """The share of the bytes' time from which on the latency of the quickest pair makes it worth to plan by urgency."""
-WEIGHTS = (1.0, 0.1, 0.4)
+WEIGHTS = (0.1, 1.0, 0.4)
 """What latencies count in the choice of pairs whose sends are planned by urgency."""
 WORK_AHEAD = (8_000, 24_000, 48_000, 96_000)
 """The transfers of programs that are planned by urgency, while more are better."""
@@ -81,8 +81,11 @@ def synthesize(
     most = max_transfers / (2 * (collective.num_ranks - 1))
     _work_ahead(search, collective, packing, quickest, most=most, until=began + budget_s / 2)
     # Few pieces along one pair beat many pairs where the size is small.
-    widest = [max(quickest, key=lambda pair: pair.gb_per_s)]
-    for pairs in (quickest, widest) if len(quickest) > 1 else (quickest,):
+    ways = [quickest] if len(quickest) == 1 else [quickest, [max(quickest, key=lambda pair: pair.gb_per_s)]]
+    if len(quickest) > 1 and _passes_switches(quickest):
+        until = began + budget_s / 2
+        ways.insert(0, quickest_pairs(cluster, collective.ranks, nbytes, packing, calm=True, until=until)[1])
+    for pairs in ways:
         sends = partial(piece_sends, collective, cluster, pairs, nbytes=nbytes)
         search.climb(sends, first=len(pairs), few=FEW * len(pairs), most=most)
     best = search.best
@@ -106,7 +109,7 @@ def _work_ahead(
     switches they are better: messages of unequal urgency meet there and wait for each other.
     """
     cluster, nbytes, ranks = search.cluster, search.nbytes, collective.ranks
-    if any(len(route) > 1 for pair in quickest for route in (*pair.gather_route, *pair.spread_route)):
+    if _passes_switches(quickest):
         return
     latency = min(pair.latency_us(cluster.link_alpha_us) for pair in quickest)
     if latency < LATENCY_MATTERS * nbytes / packing.gb_per_s / 1e3:
@@ -125,6 +128,10 @@ def _work_ahead(
             if took > reached * (1 - WORTH_IT) or pieces == int(most):
                 break
             reached = took
+
+
+def _passes_switches(pairs: list[TreePair]) -> bool:
+    return any(len(route) > 1 for pair in pairs for route in (*pair.gather_route, *pair.spread_route))
 
 
 def piece_sends(
