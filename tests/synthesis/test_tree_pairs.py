@@ -206,3 +206,42 @@ def test_some_ranks_of_a_cluster_can_take_part() -> None:
     cluster = st.Cluster.preset("torus", nodes=16)
     program = synthesize(st.AllReduce((0, 1, 5, 6)), cluster, nbytes=1e6, max_transfers=2000)
     interpret_and_check(program.lower())
+
+
+@given(cluster=digraphs(), nbytes=some.sampled_from([1e5, 1e6, 64e6]))
+@settings(max_examples=30, deadline=None)
+def test_calm_pairs_fit_the_links_and_take_hardly_longer(cluster: st.Cluster, nbytes: float) -> None:
+    ranks = tuple(range(cluster.num_devices))
+    packing = pack_tree_pairs(cluster, ranks)
+    took, _ = quickest_pairs(cluster, ranks, nbytes, packing)
+    longer, calm = quickest_pairs(cluster, ranks, nbytes, packing, calm=True)
+    assert took <= longer <= took * 1.0011
+    load = np.sum([pair.gb_per_s * pair.load(cluster.num_links) for pair in calm], axis=0)
+    assert (load <= cluster.link_gb_per_s * (1 + 1e-3)).all()
+    moved = sum(pair.gb_per_s for pair in calm)
+    assert moved * 1e3 * longer >= nbytes * (1 - 1e-3)
+
+
+def test_on_unequal_ports_calm_pairs_keep_fewer_links_busy() -> None:
+    ports = [(10.0, 50.0), (25.0, 10.0), (40.0, 12.0), (50.0, 25.0), (12.0, 40.0), (20.0, 50.0), (50.0, 20.0)]
+    links = [Link(src=k, dst=7, alpha_us=0.5, gb_per_s=up) for k, (up, _) in enumerate(ports)]
+    links += [Link(src=7, dst=k, alpha_us=0.5, gb_per_s=down) for k, (_, down) in enumerate(ports)]
+    nodes = [*(Node(name=f"d{k}") for k in range(7)), Node(name="s", kind="switch")]
+    star = st.Cluster.build("star", nodes=nodes, links=links)
+    packing = pack_tree_pairs(star, tuple(range(7)))
+
+    def full(calm: bool) -> int:
+        pairs = quickest_pairs(star, tuple(range(7)), 1e6, packing, calm=calm)[1]
+        load = np.sum([pair.gb_per_s * pair.load(star.num_links) for pair in pairs], axis=0)
+        return int((load > 0.985 * star.link_gb_per_s).sum())
+
+    assert full(calm=True) < full(calm=False)
+
+
+def test_with_little_time_it_is_asked_before_makers_that_take_longer() -> None:
+    from stretto.synthesis.makers import plan_tasks
+    from stretto.synthesis.problem import SynthesisProblem
+
+    problem = SynthesisProblem(collective=st.AllReduce(16), cluster=st.Cluster.load("dgx_h100:2"), nbytes=1e6)
+    asked = [task.maker for task in plan_tasks(problem, None)[0] if task.maker != "library"]
+    assert asked.index("tree_pairs") < min(asked.index(name) for name in ("compose", "greedy", "forest", "three_stage"))
