@@ -40,6 +40,9 @@ from .problem import MakerTask, Progress, SynthesisProblem
 LIBRARY = "library"
 SYMMETRIC = "symmetric"
 SKETCHED = "three_stage"
+PAIRED = "tree_pairs"
+FEW_PAIRED = 64
+"""The most ranks up to which pairs of trees are tried before compositions; beyond, their search takes long."""
 PHASES = "phases"
 FEW_SKETCHED = 64
 """The most ranks for which sketches that nobody gave are tried."""
@@ -280,7 +283,18 @@ register_maker(SearchMaker(name="exchange", make=_exchange, collectives=("all_re
 # Makers are asked in this order; where time is short, those behind the first ones are not.
 register_maker(
     SearchMaker(
-        name="tree_pairs",
+        name="steiner",
+        make=_steiner,
+        collectives=_EVERYTHING,
+        weight=6.0,
+        max_ranks=256,
+        variants=_with_helpers,
+        options={"max_transfers": Count},
+    )
+)
+register_maker(
+    SearchMaker(
+        name=PAIRED,
         make=_tree_pairs,
         collectives=("all_reduce",),
         weight=6.0,
@@ -322,17 +336,6 @@ register_maker(
         max_ranks=512,
         variants=_few_roots,
         options={"max_k": Count, "max_height": Count, "max_transfers": Count, "multicast": bool},
-    )
-)
-register_maker(
-    SearchMaker(
-        name="steiner",
-        make=_steiner,
-        collectives=_EVERYTHING,
-        weight=6.0,
-        max_ranks=256,
-        variants=_with_helpers,
-        options={"max_transfers": Count},
     )
 )
 register_maker(
@@ -478,6 +481,8 @@ def plan_tasks(
             for task in found
             if name in mine or task.label in mine
         ]
+    if problem.ranks > FEW_PAIRED:
+        tasks.sort(key=lambda task: task.maker == PAIRED)
     if problem.ranks > SMALL:
         tasks.sort(key=lambda task: (task.maker == LIBRARY, task.maker != PHASES))
         tasks, refused = _without_whole_programs(problem, tasks, refused) if wanted is None else (tasks, refused)

@@ -27,10 +27,12 @@ from .tree_pair_packing import TreePair, TreePairPacking, pack_tree_pairs
 MAX_TRANSFERS = 300_000
 LATENCY_MATTERS = 0.02
 """The share of the bytes' time from which on the latency of the quickest pair makes it worth to plan by urgency."""
-WEIGHTS = (0.1, 1.0, 0.4)
+WEIGHTS = (1.0, 0.1, 0.4)
 """What latencies count in the choice of pairs whose sends are planned by urgency."""
 WORK_AHEAD = (8_000, 24_000, 48_000, 96_000)
 """The transfers of programs that are planned by urgency, while more are better."""
+WORKING_AHEAD = 0.8
+"""The share of the budget after which no more of them are planned: pieces in turn are rarely better there."""
 FEWEST = 4
 """The fewest pieces for each pair in such a program."""
 
@@ -79,7 +81,7 @@ def synthesize(
     _, quickest = quickest_pairs(cluster, collective.ranks, nbytes, packing, until=began + budget_s / 3)
     search = PieceSearch(cluster, nbytes, alpha, began + budget_s * 0.9)
     most = max_transfers / (2 * (collective.num_ranks - 1))
-    _work_ahead(search, collective, packing, quickest, most=most, until=began + budget_s / 2)
+    _work_ahead(search, collective, packing, quickest, most=most, until=began + WORKING_AHEAD * budget_s)
     # Few pieces along one pair beat many pairs where the size is small.
     ways = [quickest] if len(quickest) == 1 else [quickest, [max(quickest, key=lambda pair: pair.gb_per_s)]]
     if len(quickest) > 1 and _passes_switches(quickest):
@@ -114,20 +116,24 @@ def _work_ahead(
     latency = min(pair.latency_us(cluster.link_alpha_us) for pair in quickest)
     if latency < LATENCY_MATTERS * nbytes / packing.gb_per_s / 1e3:
         return
-    for weight in WEIGHTS:
-        pairs, reached = quickest, np.inf
-        if weight != 1.0:
-            pairs = quickest_pairs(cluster, ranks, nbytes, packing, weight=weight, until=until)[1]
-        for transfers in WORK_AHEAD:
-            pieces = int(min(transfers / (2 * (len(ranks) - 1)), most))
-            if pieces < FEWEST * len(pairs):
-                continue
+    # All weights with few transfers first, then more of them with the weight that was best.
+    weights, pairs, reached = list(WEIGHTS), {1.0: quickest}, np.inf
+    for transfers in WORK_AHEAD:
+        pieces = int(min(transfers / (2 * (len(ranks) - 1)), most))
+        if pieces < FEWEST * len(pairs[weights[0]]):
+            continue
+        times: dict[float, float] = {}
+        for weight in weights:
             if time.monotonic() > until:
-                break
-            took = search.justify(piece_sends(collective, cluster, pairs, pieces, nbytes=nbytes))
-            if took > reached * (1 - WORTH_IT) or pieces == int(most):
-                break
-            reached = took
+                return
+            if weight not in pairs:
+                pairs[weight] = quickest_pairs(cluster, ranks, nbytes, packing, weight=weight, until=until)[1]
+            if pieces >= FEWEST * len(pairs[weight]):
+                times[weight] = search.justify(piece_sends(collective, cluster, pairs[weight], pieces, nbytes=nbytes))
+        best = min(times, key=lambda weight: times[weight])
+        if times[best] > reached * (1 - WORTH_IT) or pieces == int(most):
+            return
+        reached, weights = times[best], [best]
 
 
 def _passes_switches(pairs: list[TreePair]) -> bool:
