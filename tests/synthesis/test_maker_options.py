@@ -124,7 +124,7 @@ def test_an_option_that_a_maker_does_not_have_is_an_error(name: str, capsys: pyt
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["--set", "wood.max_k=1"], "unknown maker 'wood'; choose from: library, symmetric, exchange, steiner, tree_pairs"),
+        (["--set", "wood.max_k=1"], "unknown maker 'wood'; choose from: library, symmetric, exchange, steiner"),
         (["--set", "forest.max_k=0"], "option max_k of forest: must be a whole number >= 1, not '0'"),
         (["--set", "forest.max_k=few"], "option max_k of forest: must be a whole number, not 'few'"),
         (["--set", "greedy.pieces=1,x"], "option pieces of greedy: $[1]: must be a whole number"),
