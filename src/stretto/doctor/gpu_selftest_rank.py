@@ -68,7 +68,16 @@ class SelfTestRank:
         return found
 
     def expected(self, kind: str, parts: list[torch.Tensor], reduce: str = "sum") -> torch.Tensor:
-        """What this rank must get."""
+        """What this rank must get.
+
+        Args:
+            kind: The collective.
+            parts: The inputs of all ranks.
+            reduce: How they are reduced, where they are.
+
+        Returns:
+            This rank's output.
+        """
         if kind in REDUCING:
             wide = torch.stack(parts).to(torch.float64)
             ways: dict[str, Any] = {

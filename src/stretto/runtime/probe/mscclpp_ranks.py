@@ -106,14 +106,30 @@ class MscclppRanks:
         return given.view(torch.float32), made.view(torch.float32)
 
     def launch(self, plan: Any, given: torch.Tensor, made: torch.Tensor) -> None:
-        """Run a plan once on the current stream."""
+        """Run a plan once on the current stream.
+
+        Args:
+            plan: What `plan` has loaded.
+            given: The input.
+            made: The output.
+        """
         self._executor.execute(
             self.rank, given.data_ptr(), made.data_ptr(), given.nbytes, made.nbytes, self._float, plan,
             torch.cuda.current_stream().cuda_stream, self._packets,
         )  # fmt: skip
 
     def wrong(self, plan: Any, kind: str, nbytes: int, in_place: bool) -> int:
-        """Launch a plan several times on new inputs without waiting, and count the elements that are wrong."""
+        """Launch a plan several times on new inputs without waiting, and count the elements that are wrong.
+
+        Args:
+            plan: What `plan` has loaded.
+            kind: The collective.
+            nbytes: The bytes of the larger of input and output.
+            in_place: Whether they overlap.
+
+        Returns:
+            How many are wrong on this rank.
+        """
         given, made = self.buffers(kind, nbytes, in_place)
         count, bad = given.numel(), torch.zeros((), dtype=torch.int64, device=given.device)
         for turn in range(CHECKED if nbytes < LARGE else 3):
@@ -125,7 +141,17 @@ class MscclppRanks:
         return int(bad)
 
     def times_us(self, plan: Any, kind: str, nbytes: int, in_place: bool) -> list[float]:
-        """The times of a launch in a CUDA graph of many, in several tries; the slowest rank's."""
+        """The times of a launch in a CUDA graph of many, in several tries; the slowest rank's.
+
+        Args:
+            plan: What `plan` has loaded.
+            kind: The collective.
+            nbytes: The bytes of the larger of input and output.
+            in_place: Whether they overlap.
+
+        Returns:
+            Microseconds, the least first.
+        """
         given, made = self.buffers(kind, nbytes, in_place)
         given.zero_()
         launches = 100 if nbytes < 1 << 20 else 40 if nbytes < LARGE else 6

@@ -426,7 +426,16 @@ class GpuEngine:
 
 
 def place_in(allocations: Sequence[torch.Tensor], tensor: torch.Tensor, kind: str = "") -> str:
-    """Which allocation holds a tensor, and at which byte; empty where none does."""
+    """Which allocation holds a tensor, and at which byte.
+
+    Args:
+        allocations: Symmetric memory, in the same order on all ranks.
+        tensor: The tensor.
+        kind: A word before the number.
+
+    Returns:
+        Number and offset as text; empty where none holds it.
+    """
     begin = tensor.data_ptr()
     for number, whole in enumerate(allocations):
         at = begin - whole.data_ptr()
