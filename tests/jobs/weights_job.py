@@ -157,7 +157,8 @@ def overlapped(seed: int, device: str) -> Any:
     wrong: list[list[Any]] = []
     did = set()
     # On a GPU weights are made, sent and changed on another stream than PyTorch's own.
-    side: Any = torch.cuda.Stream() if device == "cuda" else None
+    streams: Any = torch.cuda
+    side = streams.Stream() if device == "cuda" else None
     if side is not None:
         torch.cuda.set_stream(side)
     for trial, how in enumerate(("copy", "wait", "cheaper", "now", "limit")):

@@ -112,7 +112,8 @@ class _Packing:
 
     def _badness(self) -> float:
         top = float(self._load.max())
-        return top * float(((self._load / top) ** POWER).sum()) ** (1 / POWER)
+        norm: float = ((self._load / top) ** POWER).sum()
+        return float(top * norm ** (1 / POWER))
 
     def _edges(self, key: tuple[int, int]) -> list[int]:
         return [self._number[edge] for edge, _ in self.trees[key]]

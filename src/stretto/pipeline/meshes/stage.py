@@ -122,7 +122,7 @@ class RuntimeStage:
             wanting = [value for value in inputs if value.requires_grad]
             got, groups = _backward.stage_backward_input(many, grads, wanting, self.submod.parameters())
             each = iter(got)
-            found = [next(each) if value.requires_grad else None for value in inputs]
+            found = tuple(next(each) if value.requires_grad else None for value in inputs)
             self._late[microbatch] = lambda: _backward.stage_backward_weight(self.submod.parameters(), groups)
             for value in inputs:
                 value.grad = None
