@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from ...errors import InvalidInput
 from ...units import format_bytes
-from .backend import StrettoGroup
 from .gpu_engine import GpuEngine
 from .symmetric_pool import SymmetricPool
 
@@ -40,7 +39,7 @@ def bucket_bytes(parameters: Sequence[torch.Tensor]) -> int:
 
 def pool_for(group: Any, parameters: Sequence[torch.Tensor]) -> SymmetricPool | None:
     """A pool for the buckets of some parameters; None where programs do not run on their memory. Collective."""
-    engine = group.gpu if isinstance(group, StrettoGroup) else None
+    engine = getattr(group, "gpu", None)
     devices = {one.device for one in parameters}
     if not isinstance(engine, GpuEngine) or len(devices) != 1 or next(iter(devices)).type != "cuda":
         return None
@@ -129,7 +128,7 @@ def symmetric_buffers(model: torch.nn.Module, nbytes: int) -> int:
         raise InvalidInput(f"torch: {torch.__version__} has no FSDPModule.set_custom_reduce_scatter")
     parameter: Any = next(model.parameters())
     group = parameter.device_mesh.get_group() if parameter.device_mesh.ndim == 1 else None
-    engine = group.gpu if isinstance(group, StrettoGroup) else None
+    engine = getattr(group, "gpu", None)
     if not isinstance(engine, GpuEngine) or parameter.device.type != "cuda":
         LOGGER.info("FSDP2's buffers are not in symmetric memory: no group of GPUs of one host on the backend stretto")
         return 0
