@@ -37,6 +37,7 @@ def start_ranks(
         "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
         "NCCL_SOCKET_IFNAME": "lo", "NCCL_MAX_NCHANNELS": "2", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
         "STRETTO_CACHE": str(folder.parent / "kernels"), "STRETTO_GPU": os.environ.get("STRETTO_GPU", "on"),
+        "STRETTO_GPU_POOL": "on",
     }  # fmt: skip
     processes = []
     for rank in range(ranks):

@@ -17,7 +17,7 @@ from stretto.simulator import Runtime
 from stretto.simulator.priced_wide import wide_time_us
 from stretto.synthesis import forest
 from stretto.synthesis.forest_trees import Forest
-from stretto.synthesis.loop_packing import LinkLoads, packed_forest
+from stretto.synthesis.loop_packing import TreeLinks, packed_forest
 from stretto.synthesis.loop_trees import loop_trees
 
 NDV2 = Cluster.preset("ndv2")
@@ -40,7 +40,7 @@ def test_packed_trees_span_all_ranks_and_say_their_load(reverse: bool) -> None:
 
 def fullest(found: Forest) -> float:
     """The nanoseconds that the fullest link takes for one byte of every root, by the routes that memory takes."""
-    loads = LinkLoads(NDV2, DEVICES, reverse=found.reverse)
+    loads = TreeLinks(NDV2, DEVICES, reverse=found.reverse)
     total = np.zeros(loads.per_share.shape[1])
     for b in range(len(found.root)):
         for e in range(int(found.ptr[b]), int(found.ptr[b + 1])):

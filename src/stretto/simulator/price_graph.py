@@ -48,7 +48,7 @@ class PricedStep:
 
 
 @dataclass(frozen=True)
-class Cost:
+class EventCost:
     """What happens before an event and takes time: so many times a price of the runtime, or a step's work.
 
     `what` is the name of a price, ``launch``, ``wait`` (for `count` signals), ``step`` or ``work`` (of `step`), or
@@ -60,7 +60,7 @@ class Cost:
     step: PricedStep | None = None
 
 
-FREE = Cost()
+FREE = EventCost()
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class PriceGraph:
     threads: int = MOST_THREADS
     beside: int = 1
     """The streams in which a rank does something, so that they share the memory of its GPU."""
-    cost: list[Cost] = field(default_factory=list)
+    cost: list[EventCost] = field(default_factory=list)
     after: list[Sequence[int]] = field(default_factory=list)
     message: list[tuple[int, int, int, float]] = field(default_factory=list)
     """The event, the ranks and the bytes of each message."""
@@ -100,9 +100,9 @@ class PriceGraph:
     def __post_init__(self) -> None:
         if self.prices.memory_gb_per_s and sharing(self.cluster) > 1:
             self.sharing = self.collective.num_ranks
-        self.launch = [self.event(Cost("launch"), []) for _ in range(self.collective.num_ranks)]
+        self.launch = [self.event(EventCost("launch"), []) for _ in range(self.collective.num_ranks)]
 
-    def event(self, cost: Cost, after: Sequence[int]) -> int:
+    def event(self, cost: EventCost, after: Sequence[int]) -> int:
         """A new event, so long after the last of others."""
         self.cost.append(cost)
         self.after.append(after)
@@ -120,10 +120,10 @@ class PriceGraph:
             Its events.
         """
         shape = replace(step, rank=0, inward=(), outward=())
-        begun = self.event(Cost("step", step=shape), after)
+        begun = self.event(EventCost("step", step=shape), after)
         if packets:
             begun = self.event(FREE, [begun, *packets])
-        done, sent = [self.event(Cost("work", step=shape), [begun])], {}
+        done, sent = [self.event(EventCost("work", step=shape), [begun])], {}
         for moves, inward in ((step.inward, True), (step.outward, False)):
             for peer, nbytes in moves:
                 if self.sharing > 1:
@@ -138,7 +138,7 @@ class PriceGraph:
                     sent[peer] = event
         return StepEvents(begun, tuple(done), sent)
 
-    def delay_us(self, cost: Cost, p: Runtime) -> float:
+    def delay_us(self, cost: EventCost, p: Runtime) -> float:
         """What a runtime asks for something."""
         if not cost.what:
             return 0.0
@@ -188,7 +188,7 @@ class PriceGraph:
         return float(times.end_us.max(initial=0.0))
 
     @cached_property
-    def _run(self) -> tuple[dict[str, Any], list[Cost], np.ndarray]:
+    def _run(self) -> tuple[dict[str, Any], list[EventCost], np.ndarray]:
         """What is simulated, the different costs, and that of each event; messages come behind what has no links."""
         events, moved = len(self.cost), {event for event, *_ in self.message}
         quiet = [e for e in range(events) if e not in moved]
@@ -236,7 +236,7 @@ class PacketArrivals:
             Its events.
         """
         graph = self._graph
-        signal = Cost("signal_us")
+        signal = EventCost("signal_us")
         senders = [(self._from[place], reader) for place, reader in places]
         first = [graph.event(signal, [events.begun]) for events, _ in senders]
         found = graph.step(step, after, first)

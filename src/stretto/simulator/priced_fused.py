@@ -10,10 +10,10 @@ from pathlib import Path
 from ..cluster import Cluster
 from ..errors import InvalidInput
 from ..programs.fused import PACKET, Fused, FusedStep
-from .price_graph import Cost, PacketArrivals, PricedStep, PriceGraph
+from .price_graph import EventCost, PacketArrivals, PricedStep, PriceGraph
 from .runtimes import Runtime, runtime_of
 
-MEET = Cost("meet_us")
+MEET = EventCost("meet_us")
 NAMES = {"simple": "Simple", "ll": "LL"}
 MOST_ROUNDS = 8
 """The most rounds that are simulated; more of them are taken to be as many, each longer."""
@@ -121,7 +121,7 @@ class _Streams:
         for rank, peers in enumerate(fused.ready):
             if peers:
                 heard = [graph.event(MEET, [graph.launch[q]]) for q in peers]
-                self._last[rank] = (graph.event(Cost("wait", len(peers)), [graph.launch[rank], *heard]),)
+                self._last[rank] = (graph.event(EventCost("wait", len(peers)), [graph.launch[rank], *heard]),)
         order = sorted(
             ((step.level, rank, step) for rank, stream in enumerate(fused.steps) for step in stream),
             key=lambda entry: entry[:2],
@@ -137,7 +137,7 @@ class _Streams:
         for rank, peers in enumerate(fused.done):
             if peers:
                 heard = [graph.event(MEET, self._last[q]) for q in peers]
-                graph.event(Cost("wait", len(peers)), [*heard, *self._last[rank]])
+                graph.event(EventCost("wait", len(peers)), [*heard, *self._last[rank]])
 
     def _step(self, rank: int, step: FusedStep, arrivals: PacketArrivals) -> None:
         graph = self._graph

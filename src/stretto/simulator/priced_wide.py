@@ -14,7 +14,7 @@ from ..programs import Program
 from ..programs.formats.mscclpp_wide import PlanForm, widen_in
 from ..programs.formats.mscclpp_wide_sync import StreamSync
 from ..programs.wide import PACKET, WideProgram, WideStep
-from .price_graph import MOST_TURNS, Cost, PacketArrivals, PricedStep, PriceGraph
+from .price_graph import MOST_TURNS, EventCost, PacketArrivals, PricedStep, PriceGraph
 from .runtimes import Runtime, runtime_of
 
 
@@ -137,7 +137,7 @@ def _signals(
     """Add steps behind the events before them of each rank, and return those after which each rank is done."""
     ranks = graph.collective.num_ranks
     sync = StreamSync(steps, ranks)
-    meet = Cost("meet_us")
+    meet = EventCost("meet_us")
     turns = _turns(graph, steps, form)
     last = list(last)
     begun = {(q, r): graph.event(meet, last[q]) for q in range(ranks) for r in sync.signals(q, 0)}
@@ -157,7 +157,7 @@ def _signals(
     for r in range(ranks):
         heard = [graph.event(meet, last[q]) for q in sync.last_waits(r)]
         if heard:
-            ended[r] = (graph.event(Cost("wait", len(heard)), [*heard, *last[r]]),)
+            ended[r] = (graph.event(EventCost("wait", len(heard)), [*heard, *last[r]]),)
     return ended
 
 

@@ -17,7 +17,7 @@ from ..programs.fused import Fused
 from ..programs.lowered import OPS, Lowered
 from ..programs.wide import WideProgram
 from ..units import LARGEST
-from .price_graph import Cost, PriceGraph
+from .price_graph import EventCost, PriceGraph
 from .priced import run_priced
 from .priced_fused import fused_graph
 from .priced_wide import wide_graph
@@ -187,7 +187,7 @@ class _Times:
         self._free = [(at, graph) for at, graph in graphs if not graph.message]
         level: list[int] = []
         waits: list[list[int]] = []
-        self._costs: list[tuple[PriceGraph, Cost]] = []
+        self._costs: list[tuple[PriceGraph, EventCost]] = []
         cost_of: list[int] = []
         self._ends: list[int] = []
         for _, graph in self._free:

@@ -26,7 +26,7 @@ JITTER = 0.05
 Edge = tuple[int, int]
 
 
-class LinkLoads:
+class TreeLinks:
     """The time that trees of equal shares need on every link between some devices."""
 
     def __init__(self, cluster: Cluster, devices: tuple[int, ...], *, reverse: bool) -> None:
@@ -58,7 +58,7 @@ def packed_forest(
     Returns:
         The trees, and the nanoseconds that the fullest link takes for one byte of every root.
     """
-    loads = LinkLoads(cluster, devices, reverse=reverse)
+    loads = TreeLinks(cluster, devices, reverse=reverse)
     packing = _Packing(loads, devices, k, seed)
     full = packing.improve()
     number = {pair: at for at, pair in enumerate(loads.pairs)}
@@ -81,7 +81,7 @@ def packed_forest(
 class _Packing:
     """Trees, and the load that they put on links."""
 
-    def __init__(self, loads: LinkLoads, devices: tuple[int, ...], k: int, seed: int) -> None:
+    def __init__(self, loads: TreeLinks, devices: tuple[int, ...], k: int, seed: int) -> None:
         self._devices, self._per_share = devices, loads.per_share / k
         self._number = {pair: at for at, pair in enumerate(loads.pairs)}
         self._random = random.Random(seed)

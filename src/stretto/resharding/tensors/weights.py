@@ -203,6 +203,7 @@ class WeightSync:
 
         The source may be read at any time, but before it changes ``before_write()`` of the result must return
         (``protect(optimizer)`` has the optimizer call it). Nothing else may be done with this sync before ``wait()``.
+        With programs on GPU memory (``route`` is "gpu") the update is over when this returns.
 
         Args:
             source: as for `update`.
@@ -225,12 +226,16 @@ class WeightSync:
         if why:
             raise InvalidInput(why)
         transfer = self._state.transfer
-        # Programs on GPU memory read the sources within milliseconds: nothing is copied there, writers wait.
-        on_gpu = transfer.gpu is not None
-        most = 0 if snapshot == "wait" or on_gpu else snapshot_bytes
+        most = 0 if snapshot == "wait" else snapshot_bytes
         guard = SourceGuard(transfer, transfer.rounds, sources, most_bytes=most)
         guard.checksums = transfer.checksums(0, sources) if checksums else None
-        if snapshot == "now" and not on_gpu:
+        if transfer.gpu is not None:
+            # Programs on GPU memory beside a trainer's kernels were not right in their only run: the whole update
+            # takes place here, in milliseconds.
+            version = self.update(source, checksums=checksums)
+            guard.end()
+            return PendingUpdate(lambda: version, guard)
+        if snapshot == "now":
             guard.before_write("copy")
         self._updating.acquire()
 

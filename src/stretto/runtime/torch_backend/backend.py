@@ -152,7 +152,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         self.gpu = gpu_engine(self, self.engine, self.cards, store, self._lost_ranks, options)
         if not devices:
             CURRENT_JOB.job = job
-        if options.enabled and torch.cuda.is_available():
+        if options.enabled and options.pool and torch.cuda.is_available():
             # It needs this module, and loads CUDA's parts of PyTorch.
             from .symmetric_models import install_reducer
 

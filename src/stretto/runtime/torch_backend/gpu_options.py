@@ -27,11 +27,14 @@ class GpuOptions:
     max_bytes: int = GIB
     """GPU memory that the groups of one process may hold together."""
 
+    pool: bool = False
+    """Whether DDP's buckets are put into symmetric memory."""
+
     @property
     def text(self) -> str:
         """The options as text that must be the same on all ranks."""
-        hosts = ", hosts" if self.between_hosts else ""
-        return f"enabled={self.enabled}, blocks={self.max_blocks}, bytes={self.max_bytes}{hosts}"
+        more = ", hosts" * self.between_hosts + ", pool" * self.pool
+        return f"enabled={self.enabled}, blocks={self.max_blocks}, bytes={self.max_bytes}{more}"
 
 
 def asked_for_programs(environment: Mapping[str, str] = os.environ) -> bool:
@@ -40,7 +43,7 @@ def asked_for_programs(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def gpu_options(environment: Mapping[str, str] = os.environ) -> GpuOptions:
-    """Read STRETTO_GPU, STRETTO_GPU_BLOCKS and STRETTO_GPU_MEMORY; raises `InvalidInput`.
+    """Read STRETTO_GPU, STRETTO_GPU_BLOCKS, STRETTO_GPU_MEMORY and STRETTO_GPU_POOL; raises `InvalidInput`.
 
     >>> gpu_options({"STRETTO_GPU": "on", "STRETTO_GPU_BLOCKS": "16", "STRETTO_GPU_MEMORY": "64MiB"}).text
     'enabled=True, blocks=16, bytes=67108864'
@@ -59,7 +62,10 @@ def gpu_options(environment: Mapping[str, str] = os.environ) -> GpuOptions:
         max_bytes = parse_bytes(memory) if memory else GIB
     except InvalidInput as error:
         raise InvalidInput(f"STRETTO_GPU_MEMORY: {error}") from None
+    pool = environment.get("STRETTO_GPU_POOL", "") or "off"
+    if pool not in ("on", "off"):
+        raise unknown("STRETTO_GPU_POOL", pool, ("on", "off"))
     return GpuOptions(
-        enabled=state != "off", between_hosts=state == "hosts", max_blocks=int(blocks) if blocks else None,
-        max_bytes=max_bytes,
+        enabled=state != "off", pool=pool == "on", between_hosts=state == "hosts", max_bytes=max_bytes,
+        max_blocks=int(blocks) if blocks else None,
     )  # fmt: skip

@@ -94,9 +94,14 @@ EVENT_WAIT = Patch(
     name="wait",
     why="a recording on a GPU sees when one of the application's streams waits for another",
 )
+DDP_REDUCER = Patch(
+    owners=("torch.distributed",),
+    name="Reducer",
+    why="DDP's buckets lie in symmetric memory with STRETTO_GPU_POOL=on; DDP itself asks only backends in C++",
+)
 PATCHES = (
     INIT_PROCESS_GROUP, DESTROY_PROCESS_GROUP, DDP_FORWARD, RUN_BACKWARD, FUTURE_WAIT, FUTURE_THEN, BATCH_P2P, COMPILE,
-    EVENT_RECORD, EVENT_WAIT,
+    EVENT_RECORD, EVENT_WAIT, DDP_REDUCER,
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ...errors import InvalidInput
 from ...units import format_bytes
 from .gpu_engine import GpuEngine
+from .patches import DDP_REDUCER, apply
 from .symmetric_pool import SymmetricPool
 
 LOGGER = logging.getLogger("stretto.torch")
@@ -100,13 +101,13 @@ class SymmetricReducer(PlainReducer):  # type: ignore[misc]
 
 def install_reducer() -> None:
     """From now on DDP makes its reducers so."""
-    _distributed.Reducer = SymmetricReducer
+    apply(DDP_REDUCER, lambda _: SymmetricReducer)
 
 
 def symmetric_buffers(model: torch.nn.Module, nbytes: int) -> int:
     """Put the buffers of FSDP2's all-gathers and reduce-scatters into symmetric memory; call it after `fully_shard`.
 
-    All ranks call it at the same point. DDP needs no call: its buckets are there by themselves.
+    All ranks call it at the same point. DDP needs no call: its buckets are there with STRETTO_GPU_POOL=on.
 
     Args:
         model: A model with modules that `fully_shard` was applied to, on a mesh of one dimension.

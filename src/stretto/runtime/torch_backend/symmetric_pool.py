@@ -18,14 +18,23 @@ from typing import Any
 import torch
 
 from ... import _native
+from ...process_state import STATE, ProcessPart
 from .cuda_clock import cuda
 
 MAX_PIECES = 4096
 RINGS = 4
 """How many streams may take pieces in turn; each has an equal share of the memory."""
 ALIGN = 512
-KEPT: list[SymmetricPool] = []
-"""Tensors of a pool may live longer than its group, so pools stay."""
+
+
+class KeptPools(ProcessPart):
+    """All pools of this process: tensors of a pool may live longer than its group, so pools stay."""
+
+    def __init__(self) -> None:
+        self.pools: list[SymmetricPool] = []
+
+
+KEPT_POOLS = STATE.part(KeptPools)
 
 
 @lru_cache
@@ -86,7 +95,7 @@ class SymmetricPool:
         self._number = int(arenas().stretto_arena_add(memory.data_ptr(), memory.nbytes))
         self._pool: Any = None
         self._rings: dict[int, MemoryRing] = {}
-        KEPT.append(self)
+        KEPT_POOLS.pools.append(self)
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
