@@ -83,15 +83,7 @@ def bench(
       torchrun --nproc-per-node 8 -m stretto bench -c dgx_h200 \\
           --runtime mscclpp -b 1K..256M -o mine.yaml
     """
-    if runtime is not None:
-        check_measurable(runtime)
-    wanted = ".csv" if runtime is None else ".yaml"
-    if target.suffix != wanted:
-        raise InvalidInput(f"--output: must end with {wanted}, not {target.name}")
-    if runtime is not None and collectives is not None:
-        raise InvalidInput("--collectives: is not for --runtime, which times collectives of its own choice")
-    if not 0 < budget < 1e6:
-        raise InvalidInput(f"--budget: must be more than 0 and less than 1e6 seconds, not {budget:g}")
+    _check_options(runtime, target, collectives, budget)
     rank, world = place(command="bench")
     known = Cluster.load(cluster)
     if known.num_devices != world:
@@ -125,6 +117,19 @@ def bench(
         files.json(rows, {"seconds": done.seconds, "left_out": len(done.left_out), "measurements": done.measurements})
         _tell(done)
         files.tell(f"stretto plan -w WORKLOAD -c {cluster} --costs {target}")
+
+
+def _check_options(runtime: str | None, target: Path, collectives: str | None, budget: float) -> None:
+    """Raise `InvalidInput` where options do not go together, before a rank joins."""
+    if runtime is not None:
+        check_measurable(runtime)
+    wanted = ".csv" if runtime is None else ".yaml"
+    if target.suffix != wanted:
+        raise InvalidInput(f"--output: must end with {wanted}, not {target.name}")
+    if runtime is not None and collectives is not None:
+        raise InvalidInput("--collectives: is not for --runtime, which times collectives of its own choice")
+    if not 0 < budget < 1e6:
+        raise InvalidInput(f"--budget: must be more than 0 and less than 1e6 seconds, not {budget:g}")
 
 
 def _measured_on_gpus(runtime: str, cluster: Cluster, sizes: Sequence[int], budget_s: float, name: str) -> GpuPrices:
