@@ -162,7 +162,7 @@ class Runtime:
         All of them must run side by side, since they wait for each other.
 
         >>> from stretto import Cluster
-        >>> [Runtime.load("mscclpp:h200").blocks_on(Cluster.preset(name)) for name in ("dgx_h200", "shared_gpu:8")]
+        >>> [Runtime.load("mscclpp:h200").blocks_on(Cluster.load(name)) for name in ("dgx_h200", "shared_gpu:8")]
         [80, 16]
         """
         if not self.gpu_blocks:
