@@ -28,6 +28,7 @@ ELSEWHERE = {
     r"stretto demo$": "cli/test_demo_command.py",
     r"stretto (run|tune|probe|bench|selftest|lab|controller|status)\b": "cli/test_*_command.py",
     r"stretto advise -- ": "test_tutorial.py",
+    r"stretto weights run --device cuda": "gpu/test_gpu_weights.py",
     r".*--backend ray": "synthesis/test_ray_backend.py",
     r"stretto synth allgather -c (now.yaml|dgx2:2 .*--sketch dgx2-sk-1.json)": "cli/test_synth_command.py",
     r"stretto program (verify custom.xml|convert ag.txt)": "cli/test_simulate_command.py, cli/test_synth_command.py",
