@@ -180,7 +180,10 @@ def test_a_dead_ray_worker_is_a_candidate_with_a_reason(ray: Any, ring: st.Clust
     assert board.best is not None and board.best.maker == "good"
 
 
-def test_a_late_ray_task_is_ended_with_what_it_has_started(ray: Any, ring: st.Cluster, tmp_path: Path) -> None:
+def test_a_late_ray_task_is_ended_with_what_it_has_started(
+    ray: Any, ring: st.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "LAST_S", 0.0)
     problem, board = board_of(ring, 1.0)
     pid_file = tmp_path / "pids"
     late = MakerTask(maker="library", label="late", weight=1.0, options={"x": Sleeper(path=str(pid_file))})
@@ -196,7 +199,10 @@ def test_a_late_ray_task_is_ended_with_what_it_has_started(ray: Any, ring: st.Cl
     assert all(gone(pid) for pid in pids)
 
 
-def test_a_late_process_is_ended_with_what_it_has_started(ring: st.Cluster, tmp_path: Path) -> None:
+def test_a_late_process_is_ended_with_what_it_has_started(
+    ring: st.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "LAST_S", 0.0)
     problem, board = board_of(ring, 1.0)
     pid_file = tmp_path / "pids"
     late = MakerTask(maker="library", label="late", weight=1.0, options={"x": Sleeper(path=str(pid_file))})

@@ -20,7 +20,7 @@ from .worker import ActiveTask, Message, Start
 
 BACKENDS = ("processes", "ray")
 LAST_S = 300.0
-"""How long after the end of the budget a search without any program waits for makers other than the library."""
+"""How long after the end of the budget a search without any program waits for one."""
 Inbox = queue.Queue[tuple[int, Message]]
 
 
@@ -120,7 +120,7 @@ def _collect(running: dict[int, tuple[MakerTask, ActiveTask]], inbox: Inbox, boa
     if reached or late_s > worker.GRACE_S:
         why = reached or f"the budget of {board.budget_s:g} s was spent"
         for number, (task, far) in list(running.items()):
-            if not board.made and (task.maker == LIBRARY or late_s < LAST_S):
+            if not board.made and late_s < LAST_S:
                 continue
             far.end()
             del running[number]
