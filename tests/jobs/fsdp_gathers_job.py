@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 import stretto.torch
 from stretto.cluster import Cluster
 from stretto.planner.api import plan
+from stretto.planner.plan import Plan
 from stretto.runtime.torch_backend.watch import WATCH, SubmittedCall
 
 RANKS = 2
@@ -73,14 +74,16 @@ def train(net: nn.Module, steps: int, after: Callable[[], None] = lambda: None) 
     return losses
 
 
-def under_plan(seed: int) -> tuple[list[float], int]:
+def under_plan(seed: int, file: Path) -> tuple[list[float], int]:
     net = model(seed, early=True)
     with stretto.torch.capture(iterations=2, skip=1) as recorder:
-        losses = train(net, 3, recorder.step)
+        train(net, 3, recorder.step)
     cluster = Cluster.preset("ring", nodes=RANKS)
-    made = plan(recorder.workload, cluster, budget_s=0.2, seed=0).plan
+    if dist.get_rank() == 0:
+        plan(recorder.workload, cluster, budget_s=0.2, seed=0).plan.save(file)
+    dist.barrier()
     net = model(seed, early=True)
-    with stretto.torch.enforce(made, recorder.workload, cluster=cluster) as enforcer:
+    with stretto.torch.enforce(Plan.load(file), recorder.workload, cluster=cluster) as enforcer:
         losses = train(net, STEPS, stretto.torch.step)
         return losses, enforcer.report().number
 
@@ -98,7 +101,7 @@ def rank_main(folder: Path, rank: int) -> None:
             WATCH.current = None
             each[str(early)] = {"losses": losses, "gathers": [b for op, b in calls.noted if op == "all_gather"]}
         told.append(each)
-    losses, number = under_plan(0)
+    losses, number = under_plan(0, folder / "plan.json")
     dist.destroy_process_group()
     (folder / f"rank{rank}.json").write_text(json.dumps({"each": told, "planned": losses, "number": number}))
 

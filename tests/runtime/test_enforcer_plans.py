@@ -85,6 +85,22 @@ def test_a_plan_that_another_rank_does_not_offer_stays_where_it_is() -> None:
     assert _number(plans) == 0
 
 
+def test_different_plans_of_one_number_are_given_up_with_a_word_instead_of_waiting_for_ever(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plans, carrier = _plans()
+    _commit(plans, 1)
+    mine = plans.offer()
+    other = int(_plan(0).hash[:15], 16)
+    assert not plans.elect([max(pair) for pair in zip(mine, [1, -1, other, -other], strict=True)])
+    assert _number(plans) == 0 and plans.committed is None and carrier.unloaded == [1]
+    assert "is another plan on another rank" in plans.fell_back and plans.fell_back in caplog.text
+    with pytest.raises(PlanMismatch, match="make a plan on one rank"):
+        plans.prepare(_plan(1), STEP, 1)
+    _commit(plans, 2)
+    assert _agree(plans) and _number(plans) == 2, "a newer one goes on"
+
+
 def test_a_plan_that_is_discarded_while_it_is_offered_is_taken_up_if_all_others_do() -> None:
     plans, carrier = _plans()
     _commit(plans, 1)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 
@@ -15,6 +16,8 @@ from .carrier import MAX_NUMBER, SLOTS, Carrier
 from .launches import check_launches
 from .prepared import ExpectedOps, PreparedPlan
 from .resting_plan import RETURNS, RestingPlan
+
+log = logging.getLogger("stretto.enforcer")
 
 
 class Plans:
@@ -150,9 +153,28 @@ class Plans:
             changes = same and not void and number != (self.active.number if self.active is not None else 0)
             if changes:
                 self._take_up(offered)
+        if number and agreed[0] == -agreed[1] and not same:
+            self._refuse(number)
         for one in dismissed:
             self.discard(one)
         return changes
+
+    def _refuse(self, number: int) -> None:
+        """Ranks hold different plans under one number, and all have just learned so: it is given up for good."""
+        with self._lock:
+            held = self._prepared.pop(number, None)
+            self._burnt.add(number)
+            self._dismissed.discard(number)
+            if held is None:
+                return
+            self.fell_back = (
+                f"plan {number} ({held.hash} here) is another plan on another rank: make a plan on one rank, and let "
+                f"the others load its file"
+            )
+            if self.committed is held:
+                self.committed = self.active
+        log.warning("%s", self.fell_back)
+        self._carrier.unload(number)
 
     def _take_up(self, new: PreparedPlan | None) -> None:
         number = new.number if new is not None else 0
