@@ -22,6 +22,7 @@ from ...errors import Infeasible, InvalidInput, unknown
 from ...units import check_seed
 from .bounds import PeriodBound
 from .problem import PlanProblem
+from .runs import RunSearch
 from .schedule import DISCIPLINES, ITERATIONS, Scheduler, StepSchedule
 
 MODES = ("stretto", "syndicate")
@@ -39,6 +40,8 @@ MAX_TIDY = 2000
 """The largest number of options of a problem for which the plan found is simplified."""
 MIXED_STARTS = 3
 """Starts that take the options of the lower bound's linear program."""
+MAX_RUNS, RUNS_SHARE = 2000, 0.15
+"""The number of list schedules, and the share of the budget of time, for a start with runs of equal ops (`runs`)."""
 PATIENCE = 0.1
 """The share of the budget before which no search is stopped for want of progress."""
 BETA = {"stretto": 2000.0, "syndicate": 200.0}
@@ -131,8 +134,16 @@ def search(
         seed % (1 << 63), threads,
     )  # fmt: skip
     _start(run, scheduler, joint, discipline, serial, start)
+    listed = 0
     if joint:
         _start_mixed(run, scheduler, bound, seed)
+        if not large:
+            # The clock must not decide anything where a number of steps was asked for.
+            until = begun + RUNS_SHARE * budget_s if steps is None else float("inf")
+            runs = RunSearch(scheduler, bound, serial=serial, most=min(MAX_RUNS, steps or MAX_RUNS), until=until)
+            _, chosen = runs.descend(scheduler.greedy)
+            run.start_listed(scheduler._native_choice(chosen), DISCIPLINES.index("critical_path"))
+            listed = runs.evaluations
     loop = _Loop(run, scheduler, bound, joint, budget_s, steps, chains if joint else 1, begun)
     start_us = loop.best
     try:
@@ -140,6 +151,7 @@ def search(
     except KeyboardInterrupt:
         loop.why = "interrupted"
     evaluations, proposed, accepted = run.counts()
+    evaluations += listed
     elapsed = time.monotonic() - begun
     found = _schedule(run, scheduler, serial, -1)
     return SearchResult(
