@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import accumulate
@@ -21,6 +22,10 @@ from stretto import AllGather, AllReduce, AllToAll, Broadcast, Collective, Progr
 settings.register_profile("same", derandomize=True, deadline=None)
 if os.environ.get("HYPOTHESIS_PROFILE", "same") == "same":
     settings.load_profile("same")
+
+# Tests start hundreds of processes: without bytecode on disk each compiles our modules anew, for a second and more.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Jobs of tests begin anew, whatever ran here before; processes that tests start inherit it.
 os.environ["STRETTO_PLANS"] = "off"

@@ -161,6 +161,26 @@ def test_importing_the_package_loads_none_of_its_rooms() -> None:
     assert out.stdout.split() == ["['stretto.moved']", "False"], "and what finds old paths"
 
 
+def test_a_rank_loads_no_makers_planner_or_gpu_engine_before_it_uses_them() -> None:
+    code = """
+import sys, stretto.torch, torch.distributed as dist
+names = ("synthesis", "solvers", "planner", "dimensions", "workload", "pipeline", "resharding", "strategy", "control",
+         "report", "lab", "runtime.enforcer", "runtime.capture", "runtime.probe", "runtime.gpu",
+         "runtime.torch_backend.gpu_engine", "simulator.bounds")
+def loaded():
+    return [name for name in names if f"stretto.{name}" in sys.modules]
+print(loaded())
+dist.init_process_group("stretto", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(stretto.torch._torch.ones(3))
+dist.destroy_process_group()
+print(loaded())
+import stretto.runtime.enforcer.enforcer
+print([name for name in loaded() if name in ("synthesis", "solvers", "dimensions", "report", "runtime.gpu")])
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["[]", "[]", "[]"]
+
+
 def test_simulating_loads_no_solvers_readers_or_presets() -> None:
     code = """
 import stretto as st, sys

@@ -50,6 +50,15 @@ class AnalyzedTypes(ProcessPart):
 _TYPES = STATE.part(AnalyzedTypes)
 
 
+def cache_directory() -> Path:
+    """The folder that results are kept in: ``$STRETTO_CACHE``, else the user's cache directory."""
+    given = os.environ.get("STRETTO_CACHE")
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "stretto"
+
+
 def usable_path(path: str | Path) -> Path:
     """Return the path, unless it holds a NUL character, for which Python would raise `ValueError`."""
     if "\0" in str(path):

@@ -28,19 +28,14 @@ try:
 except ImportError:
     raise InvalidInput("stretto.torch needs PyTorch: pip install 'stretto[torch]'") from None
 
-from .cluster import Cluster
-from .planner.plan import Plan
-from .runtime.enforcer.carrier import CarrierMaker
-from .runtime.enforcer.ddp_hook import DdpHook, ddp_hook
-from .runtime.enforcer.enforcer import Enforcer
 from .runtime.torch_backend.backend import StrettoGroup, register
 from .runtime.torch_backend.current import step
 from .runtime.torch_backend.gpu_watch import WATCHDOG as _WATCHDOG
 from .runtime.torch_backend.recording import LEDGER, Choice, Recording
 from .runtime.torch_backend.recording import record as _record
-from .workload import Workload
 
 if TYPE_CHECKING:
+    from .cluster import Cluster
     from .control.agent import Agent as Agent
     from .control.agent import connect as connect
     from .pipeline.meshes.mesh_pipeline import EdgeTransfer as EdgeTransfer
@@ -48,6 +43,7 @@ if TYPE_CHECKING:
     from .pipeline.meshes.mesh_pipeline import StageMesh as StageMesh
     from .pipeline.torch_runtime import pipeline as pipeline
     from .planner.api import PlanResult
+    from .planner.plan import Plan
     from .resharding.tensors.describe import TensorPart as TensorPart
     from .resharding.tensors.elastic import ElasticSync as ElasticSync
     from .resharding.tensors.mapped import MappedSync as MappedSync
@@ -61,9 +57,13 @@ if TYPE_CHECKING:
     from .runtime.enforcer.background import BackgroundMotif as BackgroundMotif
     from .runtime.enforcer.binding import MotifBinding as MotifBinding
     from .runtime.enforcer.carrier import Carrier as Carrier
+    from .runtime.enforcer.carrier import CarrierMaker
     from .runtime.enforcer.carrier import CarrierSite as CarrierSite
     from .runtime.enforcer.carrier import HostCarrier as HostCarrier
     from .runtime.enforcer.compiled_op import CompiledMotif as CompiledMotif
+    from .runtime.enforcer.ddp_hook import DdpHook as DdpHook
+    from .runtime.enforcer.ddp_hook import ddp_hook as ddp_hook
+    from .runtime.enforcer.enforcer import Enforcer as Enforcer
     from .runtime.enforcer.gloo import GlooCarrier as GlooCarrier
     from .runtime.enforcer.memory import RowLayout as RowLayout
     from .runtime.enforcer.memory import StagedBuffers as StagedBuffers
@@ -83,12 +83,15 @@ if TYPE_CHECKING:
     from .strategy.distribute import distribute as distribute
     from .strategy.distribute import model_spec as model_spec
     from .strategy.distribute import serve as serve
+    from .workload import Workload
 
 _HOMES = {
     "BackgroundMotif": (".runtime.enforcer.background", "BackgroundMotif"),
     "Carrier": (".runtime.enforcer.carrier", "Carrier"),
     "CarrierSite": (".runtime.enforcer.carrier", "CarrierSite"),
     "CollectiveCall": (".runtime.torch_backend.buffers", "CollectiveCall"),
+    "DdpHook": (".runtime.enforcer.ddp_hook", "DdpHook"),
+    "Enforcer": (".runtime.enforcer.enforcer", "Enforcer"),
     "Engine": (".runtime.torch_backend.engine", "Engine"),
     "GlooCarrier": (".runtime.enforcer.gloo", "GlooCarrier"),
     "HostCarrier": (".runtime.enforcer.carrier", "HostCarrier"),
@@ -117,6 +120,7 @@ _HOMES = {
     "bench_cases": (".runtime.probe.bench", "runs"),
     "capture": (".runtime.capture.session", "capture"),
     "connect": (".control.agent", "connect"),
+    "ddp_hook": (".runtime.enforcer.ddp_hook", "ddp_hook"),
     "early_gathers": (".runtime.torch_backend.fsdp_gathers", "early_gathers"),
     "distribute": (".strategy.distribute", "distribute"),
     "model_spec": (".strategy.distribute", "model_spec"),
@@ -132,8 +136,8 @@ _HOMES = {
 are what a carrier of one's own is made of (docs/enforcer.md)."""
 
 __all__ = [
-    "Choice", "DdpHook", "Enforcer", "Recording", "StrettoGroup", "choices", "ddp_hook", "enforce", "gpu_held_bytes",
-    "last_choice", "record", "step", "symmetric_empty", *_HOMES,
+    "Choice", "Recording", "StrettoGroup", "choices", "enforce", "gpu_held_bytes", "last_choice", "record", "step",
+    "symmetric_empty", *_HOMES,
 ]  # fmt: skip
 
 
@@ -248,6 +252,9 @@ def enforce(
         PlanMismatch: The plan is for another step or another number of ranks.
         InvalidInput: There is no such carrier here.
     """
+    from .planner.plan import Plan
+    from .runtime.enforcer.enforcer import Enforcer
+
     chosen = plan if isinstance(plan, Plan) else plan.plan
     made = Enforcer(workload, every=every, cluster=cluster, carrier=carrier)
     try:

@@ -19,12 +19,13 @@ import pytest
 import stretto as st
 from stretto.collectives import Collective
 from stretto.errors import InvalidInput
+from stretto.files import cache_directory
 from stretto.programs.formats.msccl_xml import unfit_for_old
 from stretto.programs.interpret import check
 from stretto.synthesis import certificate as certificates
 from stretto.synthesis import greedy, portfolio, select, synthesize, worker
 from stretto.synthesis import makers as registry
-from stretto.synthesis.cache import Cache, directory
+from stretto.synthesis.cache import Cache
 from stretto.synthesis.explorer import rotations, sketch_variants, sketches, smallest
 from stretto.synthesis.maker import Maker, MakerRequest, SearchMaker
 from stretto.synthesis.makers import register_maker
@@ -370,9 +371,9 @@ def test_a_cache_that_cannot_be_written_is_only_a_warning(
 def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("STRETTO_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert directory() == Path("/somewhere/stretto")
+    assert cache_directory() == Path("/somewhere/stretto")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert directory() == Path.home() / ".cache" / "stretto"
+    assert cache_directory() == Path.home() / ".cache" / "stretto"
 
 
 def test_large_programs_are_not_cached(ring: st.Cluster, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import typer
 from ..cluster import Cluster
 from ..cluster.files import load
 from ..errors import InvalidInput, unknown
+from ..files import cache_directory
 from ..report.table import ResultTable
 from ..strategy import ModelSpec
 from ..strategy.experience import Experience
@@ -31,7 +32,6 @@ from ..strategy.trials import Trials
 from ..strategy.trials import command as launched
 from ..strategy.trials_ray import ray_trials
 from ..synthesis.backends import check_backend
-from ..synthesis.cache import directory
 from ..units import format_us
 from .common import about, out, progress, say
 from .options import BackendOption, HtmlOption, JobsOption, JsonOption, OptionalCluster, RayOption, SeedOption
@@ -139,7 +139,7 @@ def tune(
     if plan is not None and cluster is None:
         raise InvalidInput("--plan: the planner needs to know the network: give --cluster")
     known = load(cluster) if cluster is not None else None
-    memory = None if fresh or method == "random" else experience or directory() / "experience.json"
+    memory = None if fresh or method == "random" else experience or cache_directory() / "experience.json"
     past = _remembered(memory, named=experience is not None)
     folder = str(scratch.absolute()) if scratch is not None else None
     with _ended_with_us(), Trials(

@@ -18,8 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import InvalidInput, StrettoError
-from ..files import convert, parse_json, read_text
-from ..synthesis.cache import directory
+from ..files import cache_directory, convert, parse_json, read_text
 from .messages import MAX_MESSAGE_BYTES, CapturedStep, Name, decode_captured, decode_plan
 from .refine import LEAST, MOST
 from .transport import private_folder
@@ -55,7 +54,7 @@ def plans_folder(given: str = "") -> Path | None:
     chosen = given or os.environ.get(VARIABLE, "")
     if chosen == OFF:
         return None
-    return Path(chosen) if chosen else directory() / "plans"
+    return Path(chosen) if chosen else cache_directory() / "plans"
 
 
 class KeptPlans:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..errors import InvalidInput, StrettoError
-from ..files import MAX_BYTES, parse_json, read_text
+from ..files import MAX_BYTES, cache_directory, parse_json, read_text
 from ..programs import Program, SymmetricProgram
 from ..programs.formats import sniff, symmetric_text
 from ..programs.formats import text as text_form
@@ -33,22 +33,12 @@ from .matching import serves
 if TYPE_CHECKING:
     from .problem import SynthesisProblem
 
-VARIABLE = "STRETTO_CACHE"
 ROOMS = ("algorithms", "programs", "simulator", "synthesis")
 MAX_TRANSFERS = 1 << 18
 """The largest program that is cached: larger ones take longer to read back than to make again."""
 CLOSE = 1e-9
 
 log = logging.getLogger(__name__)
-
-
-def directory() -> Path:
-    """The folder that results are kept in: ``$STRETTO_CACHE``, else the user's cache directory."""
-    given = os.environ.get(VARIABLE)
-    if given:
-        return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "stretto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +67,7 @@ class Cache:
             **options,
         }
         text = msgspec.json.encode(asked, order="deterministic")
-        return cls(key=hashlib.sha256(text).hexdigest()[:32], folder=directory() / "synthesis")
+        return cls(key=hashlib.sha256(text).hexdigest()[:32], folder=cache_directory() / "synthesis")
 
     @property
     def program_file(self) -> Path:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Further algorithms for the planner: synthesized for the links at hand, or over the dimensions of a network."""
+"""Further algorithms for the planner: synthesized for the links at hand, or over the dimensions of a network.
+
+What makes them is imported where it is used: every rank of a job that enforces a plan imports this module for names.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ...cluster import Cluster
 from ...collectives import COLLECTIVES, Collective
-from ...dimensions import Dim, baseline, dims_of
-from ...dimensions.balance import MAX_BALANCED
-from ...dimensions.link_search import promised_program
-from ...dimensions.program import moves
 from ...errors import Infeasible, InvalidInput, SearchTimeout
 from ...programs import Program
-from ...programs.formats.text import loads
-from ...synthesis import synthesize
 from ...units import MB
 from ..algebra.recipes import MotifRequest, Provider
 from ..plan import ProgramPlan
+
+if TYPE_CHECKING:
+    from ...dimensions import Dim
 
 SYNTHESIZED = "synthesised"
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce")
@@ -41,6 +42,8 @@ def synthesized(*, budget_s: float = 5.0, seed: int = 0) -> Provider:
     The program is then timed at every size like any other, so that a plan takes it only where it is fastest. Its name
     does not tell that first size: every plan uses a provider of its own, so that equal plans get equal programs.
     """
+    from ...synthesis import synthesize
+
     made: dict[tuple[MotifRequest, str], Program | None] = {}
 
     def offer(ask: MotifRequest, cluster: Cluster, nbytes: float) -> Mapping[str, Callable[[], Program]]:
@@ -75,6 +78,8 @@ def saved(programs: Sequence[ProgramPlan]) -> Provider:
 
 
 def _read(program: ProgramPlan, group: tuple[int, ...]) -> Program:
+    from ...programs.formats.text import loads
+
     made = loads(program.text, where=f"program {program.algorithm} of {program.kind}")
     return made.replace(collective=replace(made.collective, ranks=group))
 
@@ -89,6 +94,9 @@ def dimensional(cluster: Cluster) -> Provider:
     every size like any other. Clusters of more than about ninety devices are not served, because they have too many
     messages (`MAX_DIM_MOVES`).
     """
+    from ...dimensions import dims_of
+    from ...dimensions.link_search import promised_program
+
     dims = dims_of(cluster)
     count = math.prod(dim.size for dim in dims)
     programs: dict[tuple[str, str], Program] = {}
@@ -111,6 +119,10 @@ def dimensional(cluster: Cluster) -> Provider:
 
 def _writable(dims: Sequence[Dim], kind: str) -> bool:
     """Whether every message of the schedule can be written down, within a second or so."""
+    from ...dimensions import baseline
+    from ...dimensions.balance import MAX_BALANCED
+    from ...dimensions.program import moves
+
     halving = all(dim.kind != "switch" or dim.size & (dim.size - 1) == 0 for dim in dims)
     if not halving or len(dims) > MAX_BALANCED:
         return False

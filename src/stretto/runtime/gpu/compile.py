@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InvalidInput, StrettoError, unknown
-from ...synthesis.cache import directory
+from ...files import cache_directory
 from .encode import ELEMENT_BYTES, HEADER_WORDS, INLINE_WORDS, MAX_RANKS, QUIET_RANKS, REDUCTIONS
 
 SOURCES = tuple(Path(__file__).with_name(f"{name}.cu") for name in ("kernel", "kernel_packets", "kernel_ends"))
@@ -126,7 +126,7 @@ def compiled(dtype: str, reduce: str, shapes: int, capability: tuple[int, int], 
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     key = hashlib.sha256("\0".join([source, *options, f"{major.value}.{minor.value}"]).encode()).hexdigest()
-    file = directory() / "gpu" / f"{key[:32]}.cubin"
+    file = cache_directory() / "gpu" / f"{key[:32]}.cubin"
     if file.is_file():
         return file.read_bytes()
     cubin = compile_cubin(library, source, options)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,6 @@ from .compiled import keep_uncompiled
 from .current import CURRENT
 from .engine import CURRENT_JOB, Engine, Job, missing
 from .gloo_options import gloo_options
-from .gpu_engine import GpuEngine
-from .gpu_hosts import HostsGpuEngine
 from .gpu_options import gpu_options
 from .gpu_work import GpuWork, GpuWorks
 from .lost_ranks import DelegatedCall, LostRanks, explain_meeting
@@ -39,6 +37,9 @@ from .selection import Selector, rules
 from .torch_versions import group_method, set_sequence_number, with_older_names
 from .watch import WATCH, SubmittedCall
 from .work import DelegatedWork, GroupWork, JoinedWork, Tensors
+
+if TYPE_CHECKING:
+    from .gpu_engine import GpuEngine
 
 NAME = "stretto"
 CPU = torch.device("cpu")
@@ -148,8 +149,9 @@ class StrettoGroup(Base):  # type: ignore[misc]
         job.enter(self.engine, owns=shared is None)
         lost_store: Any = c10d.PrefixStore("stretto/lost", store)
         self._lost_ranks = LostRanks(self.engine, self.cards, lost_store)
-        gpu_engine = GpuEngine if selector.num_hosts == 1 else HostsGpuEngine
-        self.gpu = gpu_engine(self, self.engine, self.cards, store, self._lost_ranks, options)
+        self._store, self._gpu_options = store, options
+        if torch.cuda.is_available():
+            self.gpu  # noqa: B018  # made here, and not within the first call on a GPU tensor
         if not devices:
             CURRENT_JOB.job = job
         if options.enabled and options.pool and torch.cuda.is_available():
@@ -157,6 +159,19 @@ class StrettoGroup(Base):  # type: ignore[misc]
             from .symmetric_models import install_reducer
 
             install_reducer()
+
+    @functools.cached_property
+    def gpu(self) -> GpuEngine:
+        """What runs programs on GPU memory; processes without a GPU do not load its modules."""
+        from .gpu_engine import GpuEngine
+        from .gpu_hosts import HostsGpuEngine
+
+        kind = GpuEngine if self.engine.selector.num_hosts == 1 else HostsGpuEngine
+        return kind(self, self.engine, self.cards, self._store, self._lost_ranks, self._gpu_options)
+
+    @property
+    def _has_gpu(self) -> bool:
+        return "gpu" in vars(self)
 
     def _wrap(self, store: Any, rank: int, size: int, timeout: timedelta, meeting: Meeting) -> None:
         """Make the backends that run what the executor does not."""
@@ -398,7 +413,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Wait for what runs, then end."""
-        if not self._home.left:
+        if self._has_gpu and not self._home.left:
             # First: calls on GPUs of several hosts need the executor until they end.
             self.gpu.close()
         self.engine.close()
@@ -409,7 +424,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
 
     def abort(self) -> None:
         """End at once; calls that run fail."""
-        if not self._home.left:
+        if self._has_gpu and not self._home.left:
             self.gpu.fail(StrettoError(f"group {self.label} was aborted"))
             self.gpu.close()
         self.engine.close()
