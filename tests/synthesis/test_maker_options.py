@@ -34,6 +34,7 @@ SAMPLES: dict[str, dict[str, tuple[str, Any]]] = {
     "compose": {"pieces": ("1,2", [1, 2])},
     "exchange": {},
     "phases": {},
+    "shares": {},
     "exact": {"solver": ("highs", "highs"), "channels": ("dim0", ["dim0"])},
     "flow": {"pieces": ("4", 4)},
     "forest": {
@@ -46,7 +47,10 @@ SAMPLES: dict[str, dict[str, tuple[str, Any]]] = {
     "three_stage": {"solver": ("highs", "highs"), "solutions": ("2", 2), "detour": ("0.25", 0.25)},
 }  # fmt: skip
 """A value for every option of every maker, as a command line and as Python gives it."""
-KINDS = {"flow": "all_to_all", "phases": "all_to_all", "exchange": "all_reduce", "tree_pairs": "all_reduce"}
+KINDS = {
+    "flow": "all_to_all", "phases": "all_to_all", "exchange": "all_reduce", "shares": "all_reduce",
+    "tree_pairs": "all_reduce",
+}  # fmt: skip
 CLUSTERS = {"steiner": "ring:5", "phases": "fat_tree:4"}
 """A device more than take part, for the maker that asks devices outside the group for help; a tree of switches."""
 

@@ -10,6 +10,7 @@ scheduling); each pass takes time out of the plan, some rounds of it nearly all 
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,10 @@ from ..programs import Program
 URGENCY = (1.0, 2.0)
 """How much a microsecond of the way before a send counts beside a microsecond of its turn, to begin with."""
 ROUNDS = 4
+SHAKES = 12
+"""How often a plan is disturbed and planned again where there is time."""
+SHAKEN = 0.01
+"""How far its pieces are moved then, as a share of the plan's time."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -68,6 +73,70 @@ def justified(
             plan = planner.forwards(-back.arrive_us)
         best = min(best or plan, plan, key=lambda one: one.total_us)
     assert best is not None
+    return best
+
+
+def rejustified(program: Program, start_us: Floats, cluster: Cluster, *, nbytes: float, blocks: bool) -> SendPlan:
+    """The shortest plan found that begins with the sends in the order of given starts.
+
+    Args:
+        program: The sends, each after all that it waits for.
+        start_us: When each send starts in a plan that is to be improved.
+        cluster: The cluster.
+        nbytes: The size of the collective in bytes.
+        blocks: Whether alphas block links.
+
+    Returns:
+        The plan.
+    """
+    return _passes(_Planner(program, cluster, nbytes, blocks), start_us, ROUNDS)
+
+
+def shaken(
+    program: Program,
+    plan: SendPlan,
+    cluster: Cluster,
+    *,
+    nbytes: float,
+    blocks: bool,
+    piece: Ints,
+    draw: np.random.Generator,
+    by: float,
+    count: int,
+    until: float,
+) -> SendPlan:
+    """The best of some plans that begin with the given one, in which pieces are moved at random.
+
+    Args:
+        program: The sends, each after all that it waits for.
+        plan: The plan to begin with.
+        cluster: The cluster.
+        nbytes: The size of the collective in bytes.
+        blocks: Whether alphas block links.
+        piece: The piece that each send moves; its sends are moved together.
+        draw: The source of chance.
+        by: How far pieces are moved, as a share of the plan's time (a standard deviation).
+        count: How many plans are tried.
+        until: When to stop (`time.monotonic`).
+
+    Returns:
+        The plan.
+    """
+    planner = _Planner(program, cluster, nbytes, blocks)
+    for _ in range(count):
+        if time.monotonic() > until:
+            break
+        moved = draw.normal(0.0, by * plan.total_us, int(piece.max(initial=0)) + 1)[piece]
+        plan = min(plan, _passes(planner, plan.start_us + moved, 1), key=lambda one: one.total_us)
+    return plan
+
+
+def _passes(planner: _Planner, start_us: Floats, rounds: int) -> SendPlan:
+    """The shortest plan of some passes back and forth that begin with sends in the order of given starts."""
+    plan = best = planner.forwards(start_us)
+    for _ in range(rounds):
+        plan = planner.forwards(-planner.backwards(-plan.arrive_us).arrive_us)
+        best = min(best, plan, key=lambda one: one.total_us)
     return best
 
 

@@ -27,6 +27,7 @@ from . import (
     greedy,
     phases,
     repair,
+    shares,
     steiner,
     symmetric,
     three_stage,
@@ -221,6 +222,10 @@ def _exchange(request: MakerRequest) -> Program:
     return exchange.synthesize(request.collective, request.cluster, **request.shared, **request.options)
 
 
+def _shares(request: MakerRequest) -> Program:
+    return shares.synthesize(request.collective, request.cluster, **request.shared, **request.options)
+
+
 def _tree_pairs(request: MakerRequest) -> Program:
     options = dict(request.options)
     if request.problem.lower:
@@ -257,6 +262,13 @@ def _on_trees(problem: SynthesisProblem) -> list[tuple[str, dict[str, Any]]]:
     return one_variant(problem)
 
 
+def _on_direct_links(problem: SynthesisProblem) -> list[tuple[str, dict[str, Any]]]:
+    if problem.lower:
+        raise Infeasible("makes programs of more steps than file formats hold")
+    shares.require_direct_links(problem.collective, problem.cluster)
+    return one_variant(problem)
+
+
 def _few_roots(problem: SynthesisProblem) -> list[tuple[str, dict[str, Any]]]:
     """Where every rank is a root, half as many ranks are served as where one is."""
     most = isqrt(MAX_PAIRS)
@@ -290,6 +302,16 @@ register_maker(
         max_ranks=256,
         variants=_with_helpers,
         options={"max_transfers": Count},
+    )
+)
+register_maker(
+    SearchMaker(
+        name="shares",
+        make=_shares,
+        collectives=("all_reduce",),
+        weight=6.0,
+        max_ranks=FEW_PAIRED,
+        variants=_on_direct_links,
     )
 )
 register_maker(

@@ -19,7 +19,7 @@ from ..cluster import Cluster
 from ..collectives import Collective
 from ..programs import Program
 from ..simulator import simulate
-from .justify import justified
+from .justify import SHAKEN, justified, shaken
 from .pacing import paced
 
 WORTH_IT = 0.002
@@ -101,17 +101,23 @@ class PieceSearch:
             reached = min(reached, *times.values())
             pieces *= 4 if pieces < few else 2
 
-    def justify(self, sends: PieceSends) -> float:
+    def justify(self, sends: PieceSends, *, shakes: int = 0) -> float:
         """Try the sends by their urgency instead of piece after piece.
 
         Args:
             sends: The sends of some number of pieces.
+            shakes: How often the plan is disturbed and planned again.
 
         Returns:
             The time of the fastest program found.
         """
         program, turn_us = sends.program, sends.piece * sends.piece_us
-        plan = justified(program, turn_us, self.cluster, nbytes=self.nbytes, blocks=self.alpha == "blocking")
+        blocks = self.alpha == "blocking"
+        plan = justified(program, turn_us, self.cluster, nbytes=self.nbytes, blocks=blocks)
+        plan = shaken(
+            program, plan, self.cluster, nbytes=self.nbytes, blocks=blocks, piece=sends.piece,
+            draw=np.random.default_rng(0), by=SHAKEN, count=shakes, until=self.until,
+        )  # fmt: skip
         order = np.lexsort((np.arange(len(turn_us)), plan.start_us))
         plain, found = reordered(sends, order), np.inf
         for margin in (np.inf, *MARGINS):

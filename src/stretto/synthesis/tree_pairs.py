@@ -20,6 +20,7 @@ from ..cluster import Cluster
 from ..collectives import AllReduce, Collective
 from ..errors import Infeasible
 from ..programs import Program
+from .justify import SHAKES
 from .piece_search import FEW, WORTH_IT, PieceSearch, PieceSends, share_pieces
 from .tree_pair_latency import quickest_pairs
 from .tree_pair_packing import TreePair, TreePairPacking, pack_tree_pairs
@@ -129,7 +130,8 @@ def _work_ahead(
             if weight not in pairs:
                 pairs[weight] = quickest_pairs(cluster, ranks, nbytes, packing, weight=weight, until=until)[1]
             if pieces >= FEWEST * len(pairs[weight]):
-                times[weight] = search.justify(piece_sends(collective, cluster, pairs[weight], pieces, nbytes=nbytes))
+                sends = piece_sends(collective, cluster, pairs[weight], pieces, nbytes=nbytes)
+                times[weight] = search.justify(sends, shakes=SHAKES)
         best = min(times, key=lambda weight: times[weight])
         if times[best] > reached * (1 - WORTH_IT) or pieces == int(most):
             return
