@@ -121,3 +121,34 @@ def test_divided_options_never_exceed_the_best_bound_of_any_choice() -> None:
         assert higher.us <= max(min(lower_bound(one).us for one in single), first.us) * (1 + 1e-9), seed
         raised += higher.us > first.us * (1 + 1e-6)
     assert raised > 3
+
+
+def test_of_equal_ops_a_whole_number_takes_the_slower_channel() -> None:
+    # Seven ops, three times slower on the second channel: shares would put 1.75 of them there.
+    either = (option(task("x", 1.0)), option(task("y", 3.0)))
+    problem = hidden(1.0, *([either] * 7))
+    first = lower_bound(problem)
+    assert first.us == pytest.approx(5.25)
+    assert branched(problem, first, 6.0, branches=2).us == pytest.approx(6.0)
+
+
+def test_gradients_and_messages_of_a_stage_take_turns() -> None:
+    # The last message back goes out, gradients go both ways, and the next iteration's first message comes in: no two of
+    # them can run at once, though the two messages hold different ends.
+    ops = (
+        Op(name="f0", duration_us=1.0, ranks=(0, 1), after=(Dep(op="back", lag=1),)),
+        Op(name="send", kind="send", nbytes=1.0, groups=((0, 2), (1, 3)), after=(Dep(op="f0"),)),
+        Op(name="f1", duration_us=2.0, ranks=(2, 3), after=(Dep(op="send"), Dep(op="grad", lag=1))),
+        Op(name="back", kind="send", nbytes=1.0, groups=((2, 0), (3, 1)), after=(Dep(op="f1"),)),
+        Op(name="grad", kind="all_reduce", nbytes=1.0, groups=((2, 3),), after=(Dep(op="f1"),)),
+    )
+    workload = Workload(name="stages", num_ranks=4, ops=ops)
+    options: dict[str, tuple[Option, ...]] = {
+        "send": (option(task("x", 3.0)),),
+        "back": (option(task("x", 3.0)),),
+        "grad": (option(task("x", 5.0)),),
+    }
+    problem = PlanProblem(workload=workload, options=options)
+    # In turns: 2 of compute and 3 + 5 + 3 of communication; without that 10, the load of one end with what lies around.
+    assert lower_bound(problem).us == pytest.approx(13.0)
+    assert Scheduler(problem).schedule([0, 0, 0]).period_us == pytest.approx(13.0)

@@ -8,13 +8,15 @@
   prices come from a linear program, and any prices are valid.
 * Between an op and the same op an iteration later, communication that has to come after the one and before the other
   must fit with what lies before and after it. The load of its channels and links, priced as before, adds to both.
+* In such a window, messages of a stage and its gradients may take a channel in turns though they hold no common end of
+  it (`cliques`).
 * All of these have to hold with the *same* options: prices on circles and windows, too (`relaxation`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 
@@ -24,8 +26,9 @@ from numpy.typing import NDArray
 from ... import _native
 from ...workload.ordering import few
 from ..algebra.nodes import Nodes, nodes_of
+from .cliques import NO_CLIQUES, CliqueFinder, CliqueWindows
 from .problem import Option, PlanProblem
-from .relaxation import Circle, Relaxed, WindowLoads, relax, resource_loads
+from .relaxation import Circle, OptionCount, Relaxed, WindowLoads, relax, resource_loads
 
 MAX_BETWEEN_OPS = 1000
 MAX_FROM = 24
@@ -43,8 +46,8 @@ class PeriodBound:
     """The options in shares that the bound could do with: a hint where to search."""
 
 
-def lower_bound(problem: PlanProblem, *, serial: bool = False) -> PeriodBound:
-    """The largest of the bounds, valid for any options, orders and shifts.
+def lower_bound(problem: PlanProblem, *, serial: bool = False, counts: Sequence[OptionCount] = ()) -> PeriodBound:
+    """The largest of the bounds, valid for any options, orders and shifts; with `counts`, for options that have these.
 
     >>> from stretto.planner.example import figure6
     >>> bound = lower_bound(figure6())
@@ -57,9 +60,9 @@ def lower_bound(problem: PlanProblem, *, serial: bool = False) -> PeriodBound:
     find = _circle_finder(nodes)
     _, circle_us, names = find(fastest)
     loads = resource_loads(problem, serial)
-    windows = _windows(problem, nodes, fastest)
+    windows, cliques = _windows(problem, nodes, fastest)
     stream_us = max(nodes.stream_us, default=0.0)
-    relaxed = relax(loads, option_us, stream_us, lambda us: find(us)[0], windows)
+    relaxed = relax(loads, option_us, stream_us, lambda us: find(us)[0], windows, cliques, counts)
     least = [loads.least(price) for price in relaxed.prices]
     between_us, between = max((windows.longest(each) for each in least), default=(0.0, "an op"))
     found = {
@@ -163,7 +166,7 @@ def _circle_finder(nodes: Nodes) -> Callable[[NDArray[np.float64]], tuple[Circle
     return find
 
 
-def _windows(problem: PlanProblem, nodes: Nodes, fastest: NDArray[np.float64]) -> WindowLoads:
+def _windows(problem: PlanProblem, nodes: Nodes, fastest: NDArray[np.float64]) -> tuple[WindowLoads, CliqueWindows]:
     """Windows from a compute-op to its next iteration, with the comm-ops that have to run inside."""
     compute = [node for node, place in enumerate(nodes.place) if place >= 0]
     comm = [node for node, place in enumerate(nodes.place) if place < 0]
@@ -171,15 +174,18 @@ def _windows(problem: PlanProblem, nodes: Nodes, fastest: NDArray[np.float64]) -
     counts: list[NDArray[np.float64]] = []
     names: list[str] = []
     known: set[tuple[float, bytes]] = set()
+    found = NO_CLIQUES
     if compute and comm and len(nodes.op) <= MAX_BETWEEN_OPS:
         times = np.array(nodes.us, np.float64)
         times[comm] = fastest
         graph = _Unrolled(nodes, times.tolist())
+        cliques = CliqueFinder(problem, nodes, graph.needs, graph.order)
         for op in compute[:: max(1, len(compute) // MAX_FROM)]:
             before, after = graph.around(op)
             heads = np.array([before[i][at] for i in (0, 1) for at in comm])
             tails = np.array([after[i][at] for i in (0, 1) for at in comm])
             inside = (heads > -np.inf) & (tails > -np.inf)
+            cliques.add(heads, tails)
             for head in np.unique(heads[inside])[:MAX_FROM]:
                 for tail in np.unique(tails[inside & (heads >= head)])[:MAX_FROM]:
                     fits = inside & (heads >= head) & (tails >= tail)
@@ -191,8 +197,9 @@ def _windows(problem: PlanProblem, nodes: Nodes, fastest: NDArray[np.float64]) -
                         around.append(us)
                         counts.append(twice.astype(np.float64))
                         names.append(problem.workload.ops[nodes.op[op]].name)
+        found = cliques.windows(problem)
     table = np.stack(counts) if counts else np.zeros((0, len(comm)))
-    return WindowLoads(around_us=np.array(around), counts=table, names=tuple(names))
+    return WindowLoads(around_us=np.array(around), counts=table, names=tuple(names)), found
 
 
 class _Unrolled:

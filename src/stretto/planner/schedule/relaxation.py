@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ...workload import Op
 from ..algebra.nodes import is_queued
+from .cliques import CliqueWindows
 from .problem import PlanProblem
 from .resources import Ends, op_ends
 
@@ -139,6 +140,16 @@ class Relaxed:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class OptionCount:
+    """How many comm-ops take one of some options."""
+
+    options: dict[int, NDArray[np.int64]]
+    """By comm-op: the positions of these options."""
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Row:
     """``lag * period >= constant_us + the sum over units of what their options add``."""
 
@@ -153,6 +164,8 @@ def relax(
     stream_us: float,
     worst_circle: Callable[[Floats], Circle | None],
     windows: WindowLoads,
+    cliques: CliqueWindows,
+    counts: Sequence[OptionCount] = (),
 ) -> Relaxed:
     """The linear relaxation over all options.
 
@@ -162,6 +175,8 @@ def relax(
         stream_us: the compute of the busiest stream.
         worst_circle: gives the longest circle of waiting for a time of each comm-op; None if there is none.
         windows: windows of a period.
+        cliques: windows with comm-ops that take one channel in turns.
+        counts: numbers of comm-ops to which the options are held; not used where comm-ops are not told apart.
 
     Returns:
         The bound, prices and shares.
@@ -175,11 +190,14 @@ def relax(
     tables = [loads.tables[at] for at in loads.of_op] if apart else loads.tables
     count = np.ones(len(tables)) if apart else np.bincount(loads.of_op, minlength=len(tables)).astype(np.float64)
     program = _Program(tables, count, loads.count, stream_us)
+    for each in counts if apart else ():
+        program.hold(each)
     if not program.solve():
         return Relaxed(us=0.0, prices=alone, mix=None)
     price = program.proved()[1]
     for _ in range(ROUNDS if apart else 0):
         found = program.violated_circle(worst_circle, option_us) + program.violated_windows(windows, tables)
+        found += program.violated_cliques(cliques)
         for row in found:
             program.add(row)
         if not found or not program.solve():
@@ -218,6 +236,15 @@ class _Program:
         self._program.row(index, value, lower=row.constant_us / self._scale)
         self._rows.append(row)
 
+    def hold(self, count: OptionCount) -> None:
+        """Holds the options to a count; these rows say nothing about the period, but their prices count."""
+        for sign, limit in ((1.0, count.most), (-1.0, count.least)):
+            adds = {}
+            for unit, some in count.options.items():
+                adds[unit] = np.zeros(len(self._columns[unit]))
+                adds[unit][some] = sign * self._scale
+            self.add(_Row(lag=0.0, constant_us=-sign * limit * self._scale, adds=adds))
+
     def solve(self) -> bool:
         """Whether there is a solution; else the one before stays."""
         found = self._program.solve()
@@ -249,6 +276,20 @@ class _Program:
             resource, times = int(lengths[at].argmax()), windows.counts[at]
             adds = {k: times[k] * tables[k][:, resource] for k in np.flatnonzero(times).tolist()}
             found.append(_Row(lag=1.0, constant_us=float(windows.around_us[at]), adds=adds))
+        return found
+
+    def violated_cliques(self, cliques: CliqueWindows) -> list[_Row]:
+        if not len(cliques.around_us):
+            return []
+        mean = np.stack([mix @ us for mix, us in zip(self.mix, cliques.channel_us, strict=True)])
+        lengths = cliques.around_us + (cliques.counts * mean[:, cliques.channel].T).sum(axis=1)
+        found = []
+        for at in np.argsort(-lengths, kind="stable")[:WINDOWS_A_ROUND].tolist():
+            if lengths[at] <= self.period * (1 + VIOLATED):
+                break
+            times, channel = cliques.counts[at], cliques.channel[at]
+            adds = {k: times[k] * cliques.channel_us[k][:, channel] for k in np.flatnonzero(times).tolist()}
+            found.append(_Row(lag=1.0, constant_us=float(cliques.around_us[at]), adds=adds))
         return found
 
     def proved(self) -> tuple[float, Floats | None]:
