@@ -29,7 +29,7 @@ TRACES = [DATA / f"gpu_nccl.{rank}.json" for rank in range(4)]
 SLOW = "hosts: 2, gpus: 2 x a100, network: 25gbit"
 
 
-def ddp_trace(rank: int, *, reduce_us: float, backward_us: float, ranks: int = 4) -> dict[str, Any]:
+def ddp_trace(rank: int, *, reduce_us: float, backward_us: float, ranks: int = 4, steps: int = 4) -> dict[str, Any]:
     """A rank that computes, reduces 40 MB in two buckets of which the first lies under compute, and updates."""
     spec = importlib.util.spec_from_file_location("make_traces", DATA / "make_traces.py")
     assert spec is not None and spec.loader is not None
@@ -38,7 +38,7 @@ def ddp_trace(rank: int, *, reduce_us: float, backward_us: float, ranks: int = 4
     recorder = maker._Recorder(rank)
     group = list(range(ranks))
     step_us = 200 + 2 * backward_us + reduce_us + 50 + max(0.0, reduce_us - backward_us)
-    for step in range(4):
+    for step in range(steps):
         t = 1000.0 + step_us * step
         recorder.span("user_annotation", f"ProfilerStep#{step}", t - 100, step_us - 1, 1)
         recorder.kernel("forward", t - 90, t, 200.0, 7)
@@ -58,7 +58,7 @@ def ddp_trace(rank: int, *, reduce_us: float, backward_us: float, ranks: int = 4
     return {"distributedInfo": about, "host_name": "one", "traceEvents": recorder.events}
 
 
-def written(folder: Path, **options: float) -> Path:
+def written(folder: Path, **options: float | int) -> Path:
     for rank in range(4):
         (folder / f"rank{rank}.json").write_text(json.dumps(ddp_trace(rank, **options)))  # type: ignore[arg-type]
     return folder
@@ -79,6 +79,13 @@ def test_the_waiting_of_a_known_step_is_exact_and_the_model_repeats_it(tmp_path:
     assert found.model_us == pytest.approx(14250.0, rel=1e-3)
     assert found.confidence == "high"
     assert found.compute_us <= found.bound_us * (1 + 1e-9) <= found.model_us * (1 + 1e-9)
+
+
+def test_a_trace_of_one_step_gives_no_high_confidence(tmp_path: Path) -> None:
+    written(tmp_path, reduce_us=6000.0, backward_us=2000.0, steps=1)
+    for found in (advise(tmp_path, SLOW, steps=30), advise(tmp_path)):
+        assert found.confidence == "medium" and "of 1 step only: record 3 to 10" in found.confidence_why
+        assert found.inputs[0].how == "the median of 1 step, 4 of 4 ranks"
 
 
 def test_every_gain_is_a_simulated_step_over_the_step_as_it_is(tmp_path: Path) -> None:

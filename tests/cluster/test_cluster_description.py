@@ -46,10 +46,10 @@ def test_nics_are_shared_evenly(kind: str, nics: str, rate: float) -> None:
 
 def test_gigabits_are_eight_times_less_than_gigabytes() -> None:
     rates = {}
-    for unit in ("Gb/s", "GB/s", "gbit", "Gbps", "GBps"):
+    for unit in ("Gb/s", "GB/s", "gbit", "Gbps", "GbE", "GBps"):
         made = Cluster.load(f"hosts: 2, gpus: a100, network: 80 {unit}")
         rates[unit] = next(rate for _, b, rate, _ in links(made) if b == "fabric")
-    assert rates == {"Gb/s": 10.0, "GB/s": 80.0, "gbit": 10.0, "Gbps": 10.0, "GBps": 80.0}
+    assert rates == {"Gb/s": 10.0, "GB/s": 80.0, "gbit": 10.0, "Gbps": 10.0, "GbE": 10.0, "GBps": 80.0}
 
 
 def test_one_host_needs_no_network() -> None:
@@ -62,6 +62,9 @@ def test_one_host_needs_no_network() -> None:
         ("hosts: 2, gpus: 8 x h101, network: 400gbit", "gpus: unknown GPU 'h101'.* did you mean 'h100'"),
         ("hosts: 2, gpus: 8 x h100", "network: is missing for 2 hosts"),
         ("gpus: 8 x h100, host: 2", "unknown key.* 'host'.*did you mean 'hosts'"),
+        ("hosts: 2, gpu: 8 x h100, network: 400gbit", "unknown key.* 'gpu'.*did you mean 'gpus'"),
+        ("hosts: 2, gpus: 8 x mi300x, network: 400gbit", "unknown GPU 'mi300x'.*stretto cluster list"),
+        ("2 hosts, 8 h100, 400G", "unknown preset.*or a description such as hosts: 2, gpus: 8 x h100"),
         ("hosts: 2, gpus: 8 x h100, network: fast", "network: must be a rate"),
         ("hosts: 2, gpus: 8 x h100, network: 0gbit", "must be more than 0"),
         ("hosts: 0, gpus: h100", "hosts: must be a whole number"),

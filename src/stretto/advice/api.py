@@ -23,6 +23,8 @@ PLAN_SHARE = 0.6
 """The share of the budget for the search of a plan; the rest is for the other changes."""
 CLOSE, FAR = 0.10, 0.25
 """The model's step is close to the measured one within the first share, and far from it beyond the second."""
+FEW_STEPS = 3
+"""A trace of fewer steps gives no high confidence: docs/traces.md asks for three to ten."""
 MODES = ("ddp", "zero1", "zero2", "zero3")
 TENSORS = (1, 2, 4, 8)
 
@@ -156,13 +158,13 @@ def _without_model(asked: _Step, machine: Cluster | None, late: float) -> StepAd
     notes = asked.workload.notes
     if not asked.workload.comm_ops:
         notes += ("the step has no collectives: there is nothing to gain from communication",)
+    confidence, why = _confidence_alone(asked)
     return StepAdvice(
         workload=asked.workload, cluster=machine, measured=slowest is not None,
         step_us=slowest.step_us if slowest is not None else asked.workload.compute_us,
         waits_us=slowest.waits_us if slowest is not None else 0.0, compute_us=asked.workload.compute_us,
         waiting=asked.waiting, late_share=late, inputs=_inputs(asked, machine, {}),
-        confidence="high" if asked.waiting or not asked.workload.comm_ops else "low",
-        confidence_why="the waiting was measured" if asked.waiting else "nothing was measured and there is no cluster",
+        confidence=confidence, confidence_why=why,
         notes=notes,
     )  # fmt: skip
 
@@ -228,7 +230,7 @@ def _inputs(asked: _Step, machine: Cluster | None, factors: dict[str, float]) ->
     rows: list[tuple[str, Knowledge, str]] = []
     if asked.waiting:
         steps = min(one.steps for one in asked.waiting)
-        rows.append(("step and waiting", "measured", f"the median of {steps} steps, {asked.ranks} of {world} ranks"))
+        rows.append(("step and waiting", "measured", f"the median of {steps} step{'s' * (steps > 1)}, {asked.ranks} of {world} ranks"))
         rows.append(("compute", "measured", "the kernels of the trace"))
     elif in_job:
         rows.append(("step", "measured", "the median iteration of the job"))
@@ -270,7 +272,23 @@ def _confidence(asked: _Step, machine: Cluster, model_us: float) -> tuple[Confid
     if abs(off) > FAR:
         return "low", said
     alone = 0 < asked.ranks < asked.workload.num_ranks
-    if abs(off) > CLOSE or alone:
+    few = _few_steps(asked)
+    if abs(off) > CLOSE or alone or few:
         missing = f"; {asked.ranks} ranks' traces stand for all" if alone else ""
-        return "medium", said + missing
+        return "medium", said + missing + few
     return "high", said
+
+
+def _confidence_alone(asked: _Step) -> tuple[Confidence, str]:
+    """How far to believe what a trace says without a cluster, and why."""
+    if not asked.waiting:
+        why = "nothing was measured and there is no cluster"
+        return ("low", why) if asked.workload.comm_ops else ("high", why)
+    few = _few_steps(asked)
+    return "medium" if few else "high", "the waiting was measured" + few
+
+
+def _few_steps(asked: _Step) -> str:
+    """What to say of a trace with fewer steps than a median needs; empty where there are enough."""
+    steps = min((one.steps for one in asked.waiting), default=FEW_STEPS)
+    return f"; of {steps} step{'s' * (steps > 1)} only: record {FEW_STEPS} to 10" if steps < FEW_STEPS else ""

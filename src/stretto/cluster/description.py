@@ -67,7 +67,7 @@ GPUS = {
 
 _COUNTED = re.compile(r"(?:([0-9]{1,6})\s*[xX×*]\s*)?(\S.*)")
 _RATE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([A-Za-z/]*)")
-_BITS = ("bit", "bit/s", "bits/s", "b/s", "bps", "b", "")
+_BITS = ("bit", "bit/s", "bits/s", "b/s", "bps", "b", "be", "")
 _BYTES = ("B/s", "Bps", "byte/s", "bytes/s")
 _RATES = {f"{prefix}{unit}": size / 8 for prefix, size in (("g", 1.0), ("m", 1e-3)) for unit in _BITS} | {
     f"{prefix}{unit}": size for prefix, size in (("g", 1.0), ("m", 1e-3)) for unit in _BYTES
@@ -78,9 +78,13 @@ _RATES = {f"{prefix}{unit}": size / 8 for prefix, size in (("g", 1.0), ("m", 1e-
 def looks_like(text: str) -> bool:
     """Whether a text, in lines or on one line, is a description rather than a path or a preset.
 
-    >>> looks_like("hosts: 2, gpus: 8 x h100, network: 8 x 400gbit"), looks_like("dgx2:2")
+    On one line one known key is enough, so that an error can name a misspelled one.
+
+    >>> looks_like("hosts: 2, gpu: 8 x h100, network: 8 x 400gbit"), looks_like("dgx2:2")
     (True, False)
     """
+    if "\n" not in text.strip():
+        return bool(re.search(r"(?:^|,)\s*(hosts|gpus|network)\s*:", text))
     return bool(re.match(r"\s*(hosts|gpus|network)\s*:\s*\S", text)) and bool(re.search(r"\bgpus\s*:", text))
 
 
@@ -128,7 +132,7 @@ def read(data: dict[str, Any], name: str) -> Cluster:
     gpus, kind_name = _counted(data["gpus"], "gpus")
     kind_name = kind_name.lower()
     if kind_name not in GPUS:
-        raise InvalidInput(f"gpus: {unknown('GPU', kind_name, GPUS)}")
+        raise InvalidInput(f"gpus: {unknown('GPU', kind_name, GPUS)} (other machines: 'stretto cluster list', or a file)")
     if hosts * gpus > MAX_DEVICES:
         raise InvalidInput(f"hosts: {hosts} x {gpus} GPUs are more than {MAX_DEVICES}")
     if hosts > 1 and "network" not in data:
