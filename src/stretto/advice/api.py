@@ -230,7 +230,13 @@ def _inputs(asked: _Step, machine: Cluster | None, factors: dict[str, float]) ->
     rows: list[tuple[str, Knowledge, str]] = []
     if asked.waiting:
         steps = min(one.steps for one in asked.waiting)
-        rows.append(("step and waiting", "measured", f"the median of {steps} step{'s' * (steps > 1)}, {asked.ranks} of {world} ranks"))
+        rows.append(
+            (
+                "step and waiting",
+                "measured",
+                f"the median of {steps} step{'s' * (steps > 1)}, {asked.ranks} of {world} ranks",
+            )
+        )
         rows.append(("compute", "measured", "the kernels of the trace"))
     elif in_job:
         rows.append(("step", "measured", "the median iteration of the job"))

@@ -132,7 +132,9 @@ def read(data: dict[str, Any], name: str) -> Cluster:
     gpus, kind_name = _counted(data["gpus"], "gpus")
     kind_name = kind_name.lower()
     if kind_name not in GPUS:
-        raise InvalidInput(f"gpus: {unknown('GPU', kind_name, GPUS)} (other machines: 'stretto cluster list', or a file)")
+        raise InvalidInput(
+            f"gpus: {unknown('GPU', kind_name, GPUS)} (other machines: 'stretto cluster list', or a file)"
+        )
     if hosts * gpus > MAX_DEVICES:
         raise InvalidInput(f"hosts: {hosts} x {gpus} GPUs are more than {MAX_DEVICES}")
     if hosts > 1 and "network" not in data:

@@ -148,7 +148,9 @@ def _split(source: str | Path) -> tuple[str | Path, str]:
     head, _, tail = source.rpartition(":") if ":" in source else (source, "", "")
     if head and (Path(head).exists() or "/" in head or Path(head).suffix):
         return Path(head), tail
-    raise InvalidInput(f"{unknown('preset', head, sorted(known))} (or give the path of a file, or {FORMS['description']})")
+    raise InvalidInput(
+        f"{unknown('preset', head, sorted(known))} (or give the path of a file, or {FORMS['description']})"
+    )
 
 
 def _parse_tail(tail: str) -> dict[str, Any]:

@@ -36,6 +36,9 @@ def run(
     like = next((view[0] for view in (staged.source, staged.target) if view is not None), nothing)
     source, target = _tensor(staged.source, like), _tensor(staged.target, like)
     if leaf.kind in ("AR", "BC", "RE"):
+        # The library works in one buffer; a plan may bring a program whose result lies elsewhere than what it reads.
+        if target.numel() and source.numel() and target.data_ptr() != source.data_ptr():
+            target.copy_(source)
         _whole(group, leaf, target if target.numel() else source, op)
     elif leaf.kind == "RS":
         _reduce_scatter(group, leaf, me, source, target, op, in_place=in_place)
