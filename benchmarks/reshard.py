@@ -11,15 +11,18 @@ does its sends, receives and gathers one after the other; `_concurrent` issues e
 slices are no problem for these baselines, as they were for Alpa. `broadcast` is the paper's own system: 100 chunks,
 tasks ordered by the better of depth-first search and randomised greedy. `paper` is what the paper says of its ratio.
 
-`--only GROUP,GROUP` runs some of: single, table2, ablation, general, scale; `--only real` moves real bytes in the lab
-(`reshard_real.py`).
+`--only GROUP,GROUP` runs some of: single, table2, ablation, general, drawn, scale; `--only real` moves real bytes in
+the lab (`reshard_real.py`). `drawn` draws layouts on hosts with several NICs; SEED=N in the environment draws others.
 """
 
 from __future__ import annotations
 
+import os
+import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 import reshard_real
@@ -133,6 +136,28 @@ def general(quick: bool) -> list[Row]:
     ]
 
 
+def drawn(quick: bool) -> list[Row]:
+    """Hosts with several NICs (NDv2: one), layouts that a seed draws: the longer time over the bound."""
+    specs = ("RRR", *(f"{a}RR" for a in ("S0", "S1", "S01")), "RS0R", "RS1R", "RS01R", "RRS0", "RRS01")
+    specs += ("S0S1R", "S1S0R", "S0RS1", "RS0S1")
+    rows: list[Row] = []
+    for name in ("dgx_h100", "dgx_a100", "p4d_24xlarge", "ndv2"):
+        draw = random.Random(int(os.environ.get("SEED", "0")))
+        where = st.Cluster.preset(name, nodes=4)
+        mine = []
+        for _ in range(4 if quick else 32):
+            src, dst = draw.choice(specs), draw.choice(specs)
+            sides: dict[str, Any] = {"src": f"(2,8) {src}", "dst": f"(2,8) {dst}"}
+            mine.append(row(f"{src} to {dst}", "stretto", cluster=where, shape=SHAPE, **sides))
+        worst = max(mine, key=lambda r: r["of_bound"])
+        rows.append({
+            "cluster": name, "layouts": len(mine), "median_of_bound": median(r["of_bound"] for r in mine),
+            "worst_of_bound": worst["of_bound"], "worst": worst["case"],
+            "plan_cpu_s": max(r["plan_cpu_s"] for r in mine),
+        })  # fmt: skip
+    return rows
+
+
 def scale(quick: bool) -> list[Row]:
     """How long planning takes: many unit tasks, and a whole state dict from FSDP to tensor parallelism."""
     rows: list[Row] = []
@@ -176,6 +201,7 @@ GROUPS: dict[str, Callable[[bool], list[Row]]] = {
     "table2": table2,
     "ablation": ablation,
     "general": general,
+    "drawn": drawn,
     "scale": scale,
 }
 

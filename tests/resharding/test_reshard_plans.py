@@ -182,6 +182,16 @@ def test_devices_lend_their_ports_where_hosts_have_several() -> None:
     carried(plan_reshard(src="(1,1)@0 R", dst="(1,16)@16-31 R", shape=(64,), cluster=cluster, helpers=range(1, 16)))
 
 
+@pytest.mark.parametrize(("src", "dst"), [("S1RR", "RRS0"), ("S0S1R", "S0RR"), ("RRS0", "RS0R")])
+def test_hosts_that_all_hold_what_two_others_want_do_not_meet_at_their_ports(src: str, dst: str) -> None:
+    cluster = Cluster.preset("dgx_h100", nodes=4)
+    plan = plan_reshard(src=f"(2,8) {src}", dst=f"(2,8) {dst}", shape=(1024, 1024, 512), cluster=cluster)
+    for contention in ("fair", "fifo"):
+        timeline = plan.simulate(contention)
+        assert timeline is not None
+        assert timeline.total_us <= 1.05 * plan.bound_us, contention
+
+
 def state_dict(layers: int) -> list[Tensor]:
     trainer, server = Mesh(shape=(4,), devices=(0, 1, 4, 5)), Mesh(shape=(2, 2), devices=(8, 9, 12, 13))
     shapes = ((12, 4), (4, 12), (7,))

@@ -35,6 +35,8 @@ URGENCIES = ("far_first", "side_by_side")
 PACES = ("", "as it arrives", "paced")
 """Orders that are tried: that of the model; hops passed on in the order of arrival; and sends that also wait for the
 messages that arrive before them in the model."""
+FINER = 4
+"""Into how many parts a chunk is cut where finer chunks are tried."""
 RAILS = ("holders send", "others pass some on")
 DIRECT_LOAD = 1.02
 """The multiple of the bound up to which holders alone may be busy, where devices have a port each."""
@@ -57,7 +59,7 @@ class BalancedProgram:
     model_us: float
     how: str
     worst_us: float
-    """The longer of the program's times with fair and with fifo links; with paired ports that with fair links."""
+    """The longer of the program's times with fair and with fifo links."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,8 +99,6 @@ def best_program(
 ) -> BalancedProgram:
     """The best program of several ways to route and order the chunks, each simulated with both kinds of contention.
 
-    Paired ports are NICs, which serve their connections in turn: such programs are simulated with fair links alone.
-
     Args:
         whole: the bundles, not yet cut into chunks; at least one must have to move.
         cluster: the cluster, for simulations.
@@ -116,9 +116,12 @@ def best_program(
     for way in _ways(whole, hosts, bound_us):
         if best is not None and tried > FEW_HOPS and best.worst_us <= CLOSE * bound_us:
             return best
-        contentions = both[:1] if way.rails else both
         router, busiest_us = _router(way, whole, hosts, bound_us)
         bundles = cut_for(whole, hosts, max(busiest_us, bound_us), relayed=bool(way.rails))
+        if way.finer:
+            bundles = [b.cut(FINER * b.chunks) if b.missing else b for b in bundles]
+            if sum(b.chunks * len(b.missing) for b in bundles) > FEW_HOPS:
+                continue
         collective = Reshard(tuple(rank), [b.piece(rank) for b in bundles])
         hops = _hops(bundles, router, hosts, rank)
         planned = dense_order(
@@ -126,22 +129,23 @@ def best_program(
             urgency=hops.urgency(way.urgency),
         )  # fmt: skip
         start, end = planned
-        for pace in PACES[:1] if way.rails else PACES:
+        for pace in (PACES[0], PACES[2]) if way.rails else PACES:
             order = np.lexsort((np.arange(len(start)), start))
             program = _program(hops, order, rank, collective)
             if pace == "paced":
                 program = paced(program, start[order], end[order])
-            lines = [simulate(program, cluster, nbytes=nbytes, contention=how) for how in contentions]
+            lines = [simulate(program, cluster, nbytes=nbytes, contention=how) for how in both]
             worst = max(lines, key=lambda line: line.total_us)
             if best is None or worst.total_us < best.worst_us * (1 - 1e-9):
                 best = BalancedProgram(
                     bundles=bundles, program=program, model_us=float(planned[1].max(initial=0.0)),
                     how=f"{way}{', ' * bool(pace)}{pace}", worst_us=worst.total_us,
                 )  # fmt: skip
-            tried += len(contentions) * len(start)
+            tried += len(both) * len(start)
             if best.worst_us <= GOOD_ENOUGH * bound_us or tried > MAX_TRIED_HOPS:
                 return best
-            start, end = planned if pace else (_arrivals(hops, order, start, worst.end_us), end)
+            if not way.rails:
+                start, end = planned if pace else (_arrivals(hops, order, start, worst.end_us), end)
     assert best is not None
     return best
 
@@ -160,10 +164,12 @@ class BalanceOptions:
     """Where each device's port serves its whole group, who sends to other groups, one of `RAILS`; else empty."""
     even: bool = False
     """Whether ports send equally much to each group, or the sum of both ends is kept even."""
+    finer: bool = False
+    """Whether chunks are smaller: what comes last is spread inside its group sooner, for more messages."""
 
     def __str__(self) -> str:
         if self.rails:
-            return f"paired ports, {'even' if self.even else 'by load'}, {self.rails}"
+            return f"paired ports, {'even' if self.even else 'by load'}, {self.rails}{', finer' * self.finer}"
         ring, lent = "ring" if self.ring else "least loaded", ", ports lent" * self.relay
         return f"fan {self.fan}, {ring}, {self.urgency.replace('_', ' ')}{lent}"
 
@@ -173,9 +179,9 @@ def _ways(bundles: Sequence[Bundle], hosts: Hosts, bound_us: float) -> Iterator[
     depth = max(len(hosts.groups(b.missing)) for b in bundles)
     if hosts.several_ports and not any(b.reduction for b in bundles):
         alone = holders_alone_us(bundles, hosts) <= bound_us * DIRECT_LOAD
-        for even in (True, False):
+        for finer, even in product((False, True), (True, False)):
             yield BalanceOptions(
-                fan=1, relay=True, ring=True, urgency="side_by_side", rails=RAILS[not alone], even=even
+                fan=1, relay=True, ring=True, urgency="side_by_side", rails=RAILS[not alone], even=even, finer=finer
             )
     fans = {1}
     if depth > 1 and depth * hosts.alpha_us > LATENCY_SHARE * bound_us:

@@ -17,12 +17,16 @@ from .hosts import Hosts
 
 RELAY_COST = 1e-3
 """What passing on costs beside the time of the busiest group: enough to pass on no more than that time needs."""
+PAIR_COST = 1e-4
+"""What a pair out of turn costs beside the time of the busiest group."""
 LEAST_SHARE = 1e-3
 FAN = 2
 """To how many devices of its group a device passes a chunk on: a chain of 64 devices is as late as 64 hops."""
 NEARER = 0.75
 """By how many chunks a port may be ahead of another before a chunk leaves by a device that lacks it."""
 
+PairShares = dict[tuple[frozenset[int], int], dict[int, float]]
+"""For the groups that hold something and a group that wants it, the share that each of the first sends."""
 Have = dict[int, int]
 """Devices of one group that have a chunk, and the hop that brings it to each; -1 for a holder."""
 
@@ -31,20 +35,21 @@ class RailRouter:
     """Chooses groups and ports for every chunk so that those of the same group are loaded alike.
 
     A group that wants a chunk gets it from a group that holds it, or from one that has got it before. `shares` has for
-    each bundle the share of its copies that each group sends (`relay_shares`); without them holders alone send. With
-    `even` each port sends as much to a group as the others of its own; else the sum of what both ports of a pair have
-    to do is kept even.
+    each bundle the share of its copies that each group sends (`relay_shares`); without them holders alone send, each to
+    few groups (`pair_shares`). With `even` each port sends as much to a group as the others of its own; else the sum of
+    what both ports of a pair have to do is kept even.
     """
 
     def __init__(self, hosts: Hosts, *, shares: Sequence[dict[int, float]] = (), even: bool = False) -> None:
         self.hosts, self.shares, self.even = hosts, shares, even
+        self._pairs: PairShares = {}
         self._load: dict[int, float] = defaultdict(float)
         """Microseconds of each port; a port that sends and one that receives are different links."""
         self._sent: dict[tuple[int, int], float] = defaultdict(float)
         """Microseconds that each port sends to each group."""
         self._group_sent: dict[int, float] = defaultdict(float)
-        self._owed: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-        """Bytes that each group should still send, for bundles that share one set of shares."""
+        self._owed: dict[object, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        """Bytes that each group should still send, for bundles that share one set of shares, or one key of pairs."""
         self._passed: dict[int, float] = defaultdict(float)
         """Bytes that each device has passed on inside its group."""
         self._partners: dict[tuple[int, int], int] = {}
@@ -61,6 +66,8 @@ class RailRouter:
         Holders take turns, each with the same share of what it holds, so that loads grow evenly and chunks can leave by
         the devices that have them.
         """
+        if not self.shares:
+            self._pairs = pair_shares(bundles, self.hosts)
         queues: dict[tuple[int, ...], list[tuple[float, int]]] = defaultdict(list)
         for number, b in enumerate(bundles):
             if b.missing:
@@ -93,12 +100,17 @@ class RailRouter:
         far = [g for g in wanting if g not in homes]
         at = self._turn % max(len(far), 1)
         self._turn += 1
+        near = frozenset(homes)
         owed = self._owed[id(shares)]
         for g, share in shares.items():
             owed[g] += share * size * len(far)
         able = homes
         # Groups that should pass a chunk on get it first.
         for g in sorted(far[at:] + far[:at], key=lambda g: -owed[g]) if shares else far[at:] + far[:at]:
+            if not shares:
+                owed = self._owed[near, g]
+                for h, share in self._pairs.get((near, g), {}).items():
+                    owed[h] += share * size
             sender = max(able, key=lambda g: (owed[g], -self._group_sent[g], -g))
             owed[sender] -= size
             self._cross(hops, (sender, has[sender]), (g, has[g]), size)
@@ -174,6 +186,44 @@ def holders_alone_us(bundles: Sequence[Bundle], hosts: Hosts) -> float:
         near = frozenset(hosts.groups(b.holders[0]))
         amounts[near] += b.nbytes * sum(g not in near for g in hosts.groups(b.missing))
     return balance(amounts, hosts.send_bytes_per_us)[1]
+
+
+def pair_shares(bundles: Sequence[Bundle], hosts: Hosts) -> PairShares:
+    """Which holders send to which group, so that the busiest group is done soonest and each sends to few others.
+
+    Groups that all send to all others would meet at their ports. A basic solution of the transport problem has few
+    pairs; the k-th holder is taken for the k-th group that wants, where that costs nothing.
+    """
+    from ..solvers.milp import Milp, solve
+
+    amounts: dict[tuple[frozenset[int], int], float] = defaultdict(float)
+    for b in bundles:
+        near = frozenset(hosts.groups(b.holders[0]))
+        for group in set(hosts.groups(b.missing)) - near:
+            amounts[near, group] += b.nbytes
+    scale = sum(amounts.values()) / max(min(hosts.send_bytes_per_us.values()), 1e-9) or 1.0
+    wanting = sorted({group for _, group in amounts})
+    model = Milp()
+    busiest = model.column(cost=1.0)
+    terms: dict[int, dict[int, float]] = defaultdict(dict)
+    columns: dict[tuple[frozenset[int], int], dict[int, int]] = {}
+    for (near, group), nbytes in sorted(amounts.items(), key=lambda item: (sorted(item[0][0]), item[0][1])):
+        mine = columns[near, group] = {}
+        for at, holder in enumerate(sorted(near)):
+            us = nbytes / hosts.send_bytes_per_us[holder] / scale
+            turn = (at - wanting.index(group)) % len(near)
+            mine[holder] = model.column(upper=1.0, cost=PAIR_COST * us * turn / len(near))
+            terms[holder][mine[holder]] = us
+        model.row(dict.fromkeys(mine.values(), 1.0), lower=1.0, upper=1.0)
+    for _, row in sorted(terms.items()):
+        model.row({**row, busiest: -1.0}, upper=0.0)
+    values = solve(model, limit_s=LIMIT_S).values if columns else None
+    if values is None:
+        return {}
+    return {
+        key: {holder: float(values[c]) for holder, c in mine.items() if values[c] > LEAST_SHARE}
+        for key, mine in columns.items()
+    }
 
 
 def relay_shares(bundles: Sequence[Bundle], hosts: Hosts, bound_us: float) -> list[dict[int, float]]:
