@@ -3,17 +3,20 @@
 
 python benchmarks/all.py                    # all that needs no other hardware or program; hours
 python benchmarks/all.py --only planner     # the commands whose text holds a word
-python benchmarks/all.py --list             # what would be run, and what is done
+python benchmarks/all.py --list             # what would be run, what is done, and the CPU seconds that each took last
+python benchmarks/all.py --limit 60         # only what ends within 60 CPU seconds; the rest is noted as longer
 python benchmarks/all.py --tables           # the page's tables: of which commit, and how many changes of the code ago
 
-What a command prints goes to results/COMMIT/NUMBER-NAME.md, so that a second call runs only what is missing. Commands
-that need a GPU or a program of others are listed, and left to whoever has it.
+What a command prints goes to results/COMMIT/NUMBER-NAME.md, so that a second call runs only what is missing; what it
+cost goes to benchmarks/all_costs.csv. Commands that need a GPU or a program of others are listed, and left to whoever
+has it.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import resource
 import shlex
 import subprocess
 import sys
@@ -23,13 +26,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ELSEWHERE = {
-    "--only nccl": "a GPU", "gpu_jobs.py": "a GPU", "gpu_worker.py": "a GPU", "--astra-sim": "ASTRA-sim",
+    "--only nccl": "a GPU", "/gpu": "a GPU", "--device cuda": "a GPU", "--astra-sim": "ASTRA-sim",
     "--forestcoll": "ForestColl and TACOS",
 }  # fmt: skip
 """Parts of command lines, and what those commands need."""
 BENCHMARK = r"^\S*python benchmarks/"
-OTHER = r"python tests/jobs/|^torchrun .*tests/jobs/|^scripts/repeat-tests"
-"""What prints a table and is no benchmark: soaks, rounds of tests, jobs on GPUs."""
+OTHER = r"python tests/jobs/|^torchrun |^scripts/repeat-tests|^stretto lab run "
+"""What prints a table and is no benchmark: soaks, rounds of tests, jobs in the lab or on GPUs."""
+COSTS = ROOT / "benchmarks" / "all_costs.csv"
+"""CPU seconds of each command, where they were measured, and the commit: `cpu_s,commit,command`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +69,42 @@ def commands(page: Path = ROOT / "docs" / "results.md") -> list[TableCommand]:
     return [TableCommand(number=at, line=line) for at, line in enumerate(dict.fromkeys(lines), start=1)]
 
 
-def tables(page: Path = ROOT / "docs" / "results.md") -> list[tuple[str, str]]:
-    """The section of every table of the page, and the commit that printed it."""
-    found, section = [], ""
+@dataclass(frozen=True, kw_only=True)
+class PageTable:
+    """One table of the page: its section, the commit that printed it, and the command (None: its text says why)."""
+
+    section: str
+    commit: str
+    command: str | None
+    kept: bool
+
+
+def tables(page: Path = ROOT / "docs" / "results.md") -> list[PageTable]:
+    """Every table of the page, in order; its command is the last one above it in its section."""
+    found: list[PageTable] = []
+    section, command = "", None
     for line in page.read_text().splitlines():
         if line.startswith("#"):
-            section = line.strip("# ")
+            section, command = line.strip("# "), None
+        elif re.search(f"{BENCHMARK}|{OTHER}", line.strip()):
+            command = line.strip()
         elif match := re.match(r"Commit: ([0-9a-f]{7,})", line):
-            found.append((section, match[1]))
+            kept = "scripts are not kept" not in line
+            found.append(PageTable(section=section, commit=match[1], command=command, kept=kept))
     return found
+
+
+def costs(path: Path = COSTS) -> dict[str, str]:
+    """What each command cost when it was run last, as text: "12", or "over 60"."""
+    rows = (line.split(",", 2) for line in path.read_text().splitlines()[1:]) if path.exists() else ()
+    return {command: cpu_s for cpu_s, _, command in rows}
+
+
+def note_cost(command: TableCommand, cpu_s: str, path: Path = COSTS) -> None:
+    """Keep what a command cost, in place of what was known."""
+    rows = path.read_text().splitlines()[1:] if path.exists() else []
+    rows = [row for row in rows if row.split(",", 2)[2] != command.line] + [f"{cpu_s},{commit()},{command.line}"]
+    path.write_text("\n".join(["cpu_s,commit,command", *sorted(rows, key=lambda row: row.split(",", 2)[2])]) + "\n")
 
 
 def changes_since(name: str) -> int:
@@ -85,24 +117,39 @@ def changes_since(name: str) -> int:
 
 
 def commit() -> str:
-    """The commit that is checked out, marked where files differ from it."""
-    said = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude", "*"], cwd=ROOT, capture_output=True, text=True,
-        check=True,
-    )  # fmt: skip
-    return said.stdout.strip()
+    """The commit that is checked out, marked where files other than the costs differ from it."""
+    git = ["git", "-C", str(ROOT)]
+    said = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    same = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", f":!{COSTS.relative_to(ROOT)}"], check=False)
+    return said.stdout.strip() + "-dirty" * bool(same.returncode)
 
 
-def run(command: TableCommand, path: Path) -> bool:
-    """Run a command; its output appears under its name only when it has ended well."""
-    begun = time.monotonic()
-    done = subprocess.run(command.words, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
-    print(f"  {time.monotonic() - begun:.0f} s, exit code {done.returncode}", flush=True)
+def run(command: TableCommand, path: Path, limit_s: int = 0) -> bool:
+    """Run a command; its output appears under its name only when it has ended well.
+
+    Args:
+        command: The command.
+        path: Where its output goes.
+        limit_s: CPU seconds of one process after which it is ended; none where 0.
+
+    Returns:
+        Whether it has ended well, or was ended because of the limit.
+    """
+    begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    words = ["sh", "-c", f'ulimit -t {limit_s}; exec "$@"', "sh", *command.words] if limit_s else command.words
+    done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    print(f"  {time.monotonic() - begun:.0f} s, {cpu_s:.0f} CPU s, exit code {done.returncode}", flush=True)
+    if done.returncode and limit_s and cpu_s >= limit_s:
+        note_cost(command, f"over {limit_s}")
+        return True
     if done.returncode:
         return False
     part = path.with_suffix(".part")
     part.write_text(f"`{command.line}`\n\n{done.stdout}")
     part.rename(path)
+    note_cost(command, f"{cpu_s:.0f}")
     return True
 
 
@@ -112,23 +159,26 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="WORD", help="the commands whose text holds this")
     parser.add_argument("--list", action="store_true", help="print the commands and their state, and run nothing")
     parser.add_argument("--tables", action="store_true", help="print how old each table is, and run nothing")
+    parser.add_argument("--limit", type=int, default=0, metavar="S", help="end what takes more CPU seconds than this")
     parser.add_argument("--output", type=Path, default=ROOT / "results", help="where results go")
     options = parser.parse_args()
     if options.tables:
-        for section, name in tables():
-            print(f"{name}  {changes_since(name):4d} changes of the code since  {section}")
+        for table in tables():
+            print(f"{table.commit}  {changes_since(table.commit):4d} changes of the code since  {table.section}")
         return 0
     folder = options.output / commit()
-    failed = 0
+    failed, known = 0, costs()
     for command in commands():
         path = command.output(folder)
         state = "done" if path.exists() else f"needs {command.needs}" if command.needs else "missing"
         if options.only not in command.line:
             continue
-        print(f"{command.number:3d} {state:12} {command.line}", flush=True)
-        if state == "missing" and not options.list:
+        cost = known.get(command.line, "?")
+        print(f"{command.number:3d} {state:12} {cost:>9} CPU s  {command.line}", flush=True)
+        longer = options.limit and cost.startswith("over") and int(cost.split()[1]) >= options.limit
+        if state == "missing" and not options.list and not longer:
             folder.mkdir(parents=True, exist_ok=True)
-            failed += not run(command, path)
+            failed += not run(command, path, options.limit)
     return 1 if failed else 0
 
 
