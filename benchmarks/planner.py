@@ -303,11 +303,11 @@ def long_case(quick: bool) -> list[Row]:
 
 
 def scale_case(quick: bool) -> list[Row]:
-    """GPT-175B on up to 4,096 ranks with a budget of 30 s, each in a process of its own (`planner_scale`)."""
+    """GPT-175B on up to 4,096 ranks with a budget of 60 s, each in a process of its own (`planner_scale`)."""
     steps = [(1024, 8, 16), (1024, 16, 64), (4096, 16, 128)]
     rows: list[Row] = []
     for step in steps[:1] if quick else steps:
-        command = [sys.executable, str(Path(__file__).with_name("planner_scale.py")), *map(str, step), "30"]
+        command = [sys.executable, str(Path(__file__).with_name("planner_scale.py")), *map(str, step), "60"]
         rows.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=3600).stdout))
     return rows
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 
 MAX_CHOICES = 12
 """Beside a name that was probably meant, more choices than these are not listed."""
@@ -74,6 +73,8 @@ def probably_meant(name: str, choices: Iterable[str]) -> str:
     >>> probably_meant("All-Gahter", ["all_gather", "all_reduce"])
     "; did you mean 'all_gather'?"
     """
+    from difflib import get_close_matches
+
     by_shape = {_shape(choice): choice for choice in reversed(list(choices))}
     near = get_close_matches(_shape(name)[:MAX_NAME], by_shape, n=1, cutoff=0.6)
     return f"; did you mean {by_shape[near[0]]!r}?" if near else ""

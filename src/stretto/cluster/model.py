@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -463,6 +462,8 @@ class Cluster:
     @cached_property
     def digest(self) -> str:
         """A short hash of the content, to tell whether two clusters are the same."""
+        import hashlib
+
         state = hashlib.sha256()
         for key in sorted(self.__dataclass_fields__):
             value = getattr(self, key)

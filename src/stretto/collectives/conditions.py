@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -146,6 +145,8 @@ class Collective:
     @cached_property
     def digest(self) -> str:
         """A short hash of the content: equal digests mean equal collectives."""
+        import hashlib
+
         state = hashlib.sha256()
         for key in sorted(self.__dataclass_fields__):
             value = getattr(self, key)

@@ -4,7 +4,6 @@ for."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +41,8 @@ class ImplicitCollective(Collective):
         """
         if len(ranks) * num_chunks <= MAX_WRITTEN or chunks < 1 or len(set(ranks)) < len(ranks) or min(ranks) < 0:
             return write()
+        import hashlib
+
         made = object.__new__(cls)
         known = {"kind": kind, "ranks": ranks, "chunks": chunks, "num_chunks": num_chunks, "in_place": in_place}
         vars(made).update(known, part_sets=(), root=-1, _write=write)

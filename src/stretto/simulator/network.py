@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +22,8 @@ from .messages import MessageGraph
 from .timeline import Timeline
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from .runtimes import Runtime
 
 CONTENTION = ("fifo", "fair")
