@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -28,7 +29,7 @@ from stretto.synthesis import makers as registry
 from stretto.synthesis.cache import Cache
 from stretto.synthesis.explorer import rotations, sketch_variants, sketches, smallest
 from stretto.synthesis.maker import Maker, MakerRequest, SearchMaker
-from stretto.synthesis.makers import register_maker
+from stretto.synthesis.makers import plan_tasks, register_maker
 from stretto.synthesis.matching import same_task
 from stretto.synthesis.problem import MakerTask, SynthesisProblem
 from stretto.synthesis.sketch import Sketch
@@ -254,7 +255,8 @@ def test_a_worker_that_takes_too_long_is_ended(ring: st.Cluster, monkeypatch: py
 
     monkeypatch.setattr(portfolio, "SMALL", 0)
     monkeypatch.setattr(worker, "GRACE_S", -1e9)
-    monkeypatch.setattr(backends, "LAST_S", -1e9)
+    monkeypatch.setattr(backends, "LATE_S", -1e9)
+    monkeypatch.setattr(backends, "LATE", -1e9)
     with pytest.raises(st.Infeasible, match="ended: the budget of 30 s was spent"):
         synthesize(st.AllGather(4), ring, st.MB, makers=["greedy"], cache=False, jobs=2)
 
@@ -269,26 +271,38 @@ def test_a_search_that_is_late_ends_with_the_first_program(
     found.program.verify()
 
 
-def test_where_nobody_is_done_in_time_the_library_comes_first() -> None:
+@pytest.mark.parametrize("wait_s", [0.0, 1e9])
+def test_where_nobody_is_done_in_time_the_library_is_asked_and_others_have_some_time_more(
+    monkeypatch: pytest.MonkeyPatch, wait_s: float
+) -> None:
     from stretto.synthesis import backends
     from stretto.synthesis.attempts import Attempt, Board
     from stretto.synthesis.certificate import ProvedProgram
 
+    monkeypatch.setattr(backends, "LATE_S", wait_s)
+    monkeypatch.setattr(worker, "GRACE_S", 0.0)
     ring = st.Cluster.preset("ring", nodes=4)
     program = st.algorithm("ring", "all_gather", 4)
     problem = SynthesisProblem(
         collective=st.AllGather(4), cluster=ring, nbytes=st.MB, alpha="pipelined", contention=None, seed=0
     )
     asked: list[str] = []
+    tells: dict[str, Any] = {}
 
     class Late:
-        """The first maker never ends by itself; the library does at once."""
+        """The library is done at once, and the first maker, which is faster by then, some time later."""
 
         def __init__(self, request: bytes, tell: Any) -> None:
             task = pickle.loads(request)[2]
             asked.append(task.label)
+            tells[task.label] = tell
             if task.maker == "library":
-                tell(Attempt(made=[ProvedProgram(maker=task.label, program=program, time_us=1.0, seconds=0.0)]))
+                self.done("library", 1e9)
+                if wait_s:
+                    threading.Timer(0.5, self.done, ("greedy", 1e8)).start()
+
+        def done(self, maker: str, time_us: float) -> None:
+            tells[maker](Attempt(made=[ProvedProgram(maker=maker, program=program, time_us=time_us, seconds=0.0)]))
 
         def end(self) -> None:
             asked.append("end")
@@ -299,8 +313,19 @@ def test_where_nobody_is_done_in_time_the_library_comes_first() -> None:
     tasks = [MakerTask(maker=name, label=name, weight=1.0) for name in ("greedy", "compose", "library")]
     board = Board(bound=st.lower_bound(st.AllGather(4), ring, st.MB), budget_s=0.2, began=time.monotonic())
     backends.run_tasks(problem, tasks, board, jobs=1, start=Late)
-    assert asked[:2] == ["greedy", "library"] and asked.count("end") >= 1
-    assert board.best is not None and board.best.maker == "library"
+    assert [name for name in asked if name != "end"] == ["greedy", "library"]
+    assert ("end" in asked) == (not wait_s)
+    assert board.best is not None and board.best.maker == ("greedy" if wait_s else "library")
+
+
+def test_on_many_ranks_phases_and_direct_come_before_bruck() -> None:
+    tree = st.Cluster.load("fat_tree:512")
+    problem = SynthesisProblem(
+        collective=st.AllToAll(512), cluster=tree, nbytes=st.MB, alpha="pipelined", contention=None, seed=0
+    )
+    labels = [task.label for task in plan_tasks(problem, None)[0]]
+    assert labels[0] == "phases"
+    assert labels.index("library:direct") < labels.index("library:bruck")
 
 
 def test_results_are_kept_and_proved_again(ring: st.Cluster, own_cache: Path) -> None:

@@ -19,8 +19,12 @@ from .problem import MakerTask, SynthesisProblem
 from .worker import ActiveTask, Message, Start
 
 BACKENDS = ("processes", "ray")
+LATE = 0.25
+LATE_S = 60.0
+"""How long a search that had no program when its budget ended waits for a maker other than the library: this share of
+the budget, and at least so many seconds."""
 LAST_S = 300.0
-"""How long after the end of the budget a search without any program waits for one."""
+"""How long after the end of the budget a search without any program waits for one of the library."""
 Inbox = queue.Queue[tuple[int, Message]]
 
 
@@ -61,7 +65,8 @@ def run_tasks(problem: SynthesisProblem, tasks: Sequence[MakerTask], board: Boar
     """Run tasks in workers until all have ended, the budget is spent or the lower bound is reached.
 
     Where the budget is spent before there is any program, as on a machine that is busy with other work, library
-    algorithms are started beside what is running, and the first program that comes ends the search.
+    algorithms are started beside what is running. The first program of another maker then ends the search; one of the
+    library does once the others had a quarter of the budget more, and a minute at least.
 
     Args:
         problem: The problem that the tasks were made for.
@@ -74,11 +79,12 @@ def run_tasks(problem: SynthesisProblem, tasks: Sequence[MakerTask], board: Boar
     running: dict[int, tuple[MakerTask, ActiveTask]] = {}
     inbox: Inbox = queue.Queue()
     payload = pickle.dumps(replace(problem, cluster=replace(problem.cluster), collective=replace(problem.collective)))
-    known, started = makers(), 0
+    known, started, late = makers(), 0, False
     try:
         while waiting or running:
             slots = jobs
-            if not board.made and board.left_s < 0:
+            late = late or (not board.made and board.left_s < 0)
+            if late and not board.made:
                 waiting.sort(key=lambda task: task.maker != LIBRARY)
                 slots += not any(task.maker == LIBRARY for task, _ in running.values())
             while waiting and len(running) < slots:
@@ -94,7 +100,7 @@ def run_tasks(problem: SynthesisProblem, tasks: Sequence[MakerTask], board: Boar
                 board.report(task.label)
                 started += 1
             if running:
-                _collect(running, inbox, board)
+                _collect(running, inbox, board, late)
     finally:
         for _, far in running.values():
             far.end()
@@ -104,7 +110,7 @@ def _deliver(inbox: Inbox, number: int, message: Message) -> None:
     inbox.put((number, message))
 
 
-def _collect(running: dict[int, tuple[MakerTask, ActiveTask]], inbox: Inbox, board: Board) -> None:
+def _collect(running: dict[int, tuple[MakerTask, ActiveTask]], inbox: Inbox, board: Board, late: bool) -> None:
     """Wait for one message; end tasks where the budget is overrun or the lower bound is reached."""
     with contextlib.suppress(queue.Empty):
         number, message = inbox.get(timeout=0.1)
@@ -120,8 +126,16 @@ def _collect(running: dict[int, tuple[MakerTask, ActiveTask]], inbox: Inbox, boa
     if reached or late_s > worker.GRACE_S:
         why = reached or f"the budget of {board.budget_s:g} s was spent"
         for number, (task, far) in list(running.items()):
-            if not board.made and late_s < LAST_S:
+            if not reached and (late or not board.made) and _may_go_on(task, board, late_s):
                 continue
             far.end()
             del running[number]
             board.add(Attempt.without(task, f"ended: {why}"))
+
+
+def _may_go_on(task: MakerTask, board: Board, late_s: float) -> bool:
+    """Whether a task may go on after the budget of a search that had no program then."""
+    if not board.made and task.maker == LIBRARY:
+        return late_s < LAST_S
+    searched = any(made.maker.partition(":")[0] != LIBRARY for made in board.made)
+    return not searched and task.maker != LIBRARY and late_s < max(LATE_S, LATE * board.budget_s)

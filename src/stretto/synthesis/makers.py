@@ -64,6 +64,9 @@ MAX_LOWERED_TRANSFERS = 20_000
 ONE_SHOT = {"algorithm": "direct", "steps": 1}
 """The all-reduce in which everybody sends everything to everybody: one latency instead of two."""
 
+PROMISING = ("hierarchical", "direct", "two_step", "halving_doubling", "recursive_doubling", "pairwise")
+"""The algorithms of the library that are asked first on many ranks; `bruck` sends all-to-alls log(n)/2 times over."""
+
 _MAKERS: dict[str, Maker] = {}
 
 
@@ -506,7 +509,7 @@ def plan_tasks(
     if problem.ranks > FEW_PAIRED:
         tasks.sort(key=lambda task: task.maker == PAIRED)
     if problem.ranks > SMALL:
-        tasks.sort(key=lambda task: (task.maker == LIBRARY, task.maker != PHASES))
+        tasks.sort(key=lambda task: (task.maker == LIBRARY, task.maker != PHASES, _turn(task)))
         tasks, refused = _without_whole_programs(problem, tasks, refused) if wanted is None else (tasks, refused)
     for name, values in own.items():
         if name in refused:
@@ -516,6 +519,12 @@ def plan_tasks(
                 raise unknown(f"channel in options of {name}", channel, problem.cluster.channels)
     _check_sketch(problem, {task.maker for task in tasks}, refused)
     return tasks, refused
+
+
+def _turn(task: MakerTask) -> int:
+    """The turn of a library algorithm on many ranks: first those that send everything once, over few latencies."""
+    name = task.options.get("algorithm", "") if task.maker == LIBRARY else ""
+    return PROMISING.index(name) if name in PROMISING else len(PROMISING)
 
 
 def _without_whole_programs(

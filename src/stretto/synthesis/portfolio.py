@@ -27,7 +27,7 @@ from .cache import Cache
 from .certificate import Candidate, Certificate, ProvedProgram, Synthesis, versions
 from .helpers import duties, hint, resolve
 from .lowering import FORMATS, lowers_well, search_lowering
-from .makers import LIBRARY, SMALL, SYMMETRIC, MakerOptions, check_options, plan_tasks
+from .makers import LIBRARY, PHASES, SMALL, SYMMETRIC, MakerOptions, check_options, plan_tasks
 from .matching import same_task
 from .problem import MakerTask, Progress, SynthesisProblem
 from .sketch import Sketch
@@ -185,7 +185,9 @@ def _search(
     # Short tasks run in this process. Long ones run in workers: several at once, and killed where they overrun.
     small = problem.ranks <= SMALL
     alone = jobs == 1 and backend == "processes"
-    here = [task for task in tasks if task.maker == SYMMETRIC or (small and (alone or task.maker == LIBRARY))]
+    # What takes seconds at any size and is nearly always at the bound runs here, too: a busy machine does not end it.
+    quick = (SYMMETRIC, PHASES)
+    here = [task for task in tasks if task.maker in quick or (small and (alone or task.maker == LIBRARY))]
     there = [task for task in tasks if task not in here]
     # The backend is started before the clock of the budget: starting a Ray cluster is not part of the search.
     with backends.backend(backend, jobs=jobs, address=ray_address) if there else nullcontext() as start:
