@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -382,11 +383,10 @@ def routes_of(
     )
     if isinstance(program, MessageGraph) or not program.routes:
         return connection, route, ptr, links
-    _check_routes(program, cluster)
-    own = np.array([link for route in program.routes for link in route], np.int32)
-    own_ptr = ptr[-1] + np.cumsum([len(route) for route in program.routes])
+    own_ptr, own = _flat(program.routes)
+    _check_routes(program, cluster, own_ptr, own)
     named = np.where(program.route >= 0, len(ptr) - 1 + program.route, route).astype(np.int32)
-    return connection, named, np.concatenate([ptr, own_ptr]), np.concatenate([links, own])
+    return connection, named, np.concatenate([ptr, ptr[-1] + own_ptr[1:]]), np.concatenate([links, own])
 
 
 def routes_between(
@@ -487,16 +487,24 @@ def _orbit_routes(
     return found.first, (connection, route, ptr, found.orbit[links].astype(np.int32))
 
 
-def _check_routes(program: Program, cluster: Cluster) -> None:
+def _flat(routes: tuple[tuple[int, ...], ...]) -> Rows:
+    """Routes as rows; links that no array of links can hold become -1."""
+    ptr = np.zeros(len(routes) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, routes), np.int64, len(routes)), out=ptr[1:])
+    links = np.fromiter(chain.from_iterable(routes), np.int64, int(ptr[-1]))
+    return ptr, np.where(links > np.iinfo(np.int32).max, -1, links).astype(np.int32)
+
+
+def _check_routes(program: Program, cluster: Cluster, ptr: NDArray[np.int64], links: NDArray[np.int32]) -> None:
     """Refuse a named route that does not lead from the sender's device to the receiver's over connected links."""
-    ends = np.empty((len(program.routes), 2), np.int64)
-    for at, route in enumerate(program.routes):
-        if not route or min(route) < 0 or max(route) >= cluster.num_links:
-            raise InvalidInput(f"routes[{at}]: links must be 0..{cluster.num_links - 1}")
-        links = np.array(route)
-        if np.any(cluster.link_dst[links[:-1]] != cluster.link_src[links[1:]]):
-            raise InvalidInput(f"routes[{at}]: its links do not meet")
-        ends[at] = cluster.link_src[links[0]], cluster.link_dst[links[-1]]
+    owner = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
+    wrong = np.concatenate([np.flatnonzero(np.diff(ptr) == 0), owner[(links < 0) | (links >= cluster.num_links)]])
+    if len(wrong):
+        raise InvalidInput(f"routes[{wrong.min()}]: links must be 0..{cluster.num_links - 1}")
+    apart = (cluster.link_dst[links[:-1]] != cluster.link_src[links[1:]]) & (owner[:-1] == owner[1:])
+    if apart.any():
+        raise InvalidInput(f"routes[{owner[:-1][apart][0]}]: its links do not meet")
+    ends = np.stack([cluster.link_src[links[ptr[:-1]]], cluster.link_dst[links[ptr[1:] - 1]]], axis=1)
     named = np.flatnonzero(program.route >= 0)
     device = np.array(program.collective.ranks)
     wanted = np.stack([device[program.src[named]], device[program.dst[named]]], axis=1)
