@@ -3,7 +3,16 @@
 
 torchrun --nproc-per-node 8 benchmarks/mscclpp_beside.py --ours plans/ --own others/ -o times.csv
 
-``--ours`` has the folders that ``stretto synth -b 1024,4096 --runtime mscclpp:h200 --format json -o FOLDER`` wrote,
+How to compare what the command chooses with MSCCL++'s own plans, on a machine with a GPU and MSCCL++:
+
+1. anywhere: ``benchmarks/mscclpp_write.py plans/ours`` (twelve folders that ``stretto synth`` writes, proved), and
+   ``benchmarks/mscclpp_write.py plans/also --out-of-place`` (the same with separate outputs, without ``--in-place``)
+2. on the GPU machine, under MPS, for N of 8, 4 and 2: ``torchrun --nproc-per-node N benchmarks/mscclpp_beside.py
+   --ours plans/ours --also plans/also --own others -o beside-N.csv``
+3. put the rows of the three files into ``benchmarks/mscclpp_h200_confirmed4.csv`` (one header), and read the table by
+   ``benchmarks/mscclpp_plans.py --confirmed 4``
+
+``--ours`` has the folders that ``stretto synth -b 1KiB..256MiB --runtime mscclpp:h200 --format json -o FOLDER`` wrote,
 ``--also`` more of them, and ``--own`` files NAME_RANKS.json of any other plans, such as those of MSCCL++'s own tests.
 Plans for other numbers of ranks are left out. In each case (a collective and a size) ours is the plan whose range has
 the size; it runs in turn with each of the others. A row is the median, the least and the most of five CUDA graphs of
@@ -75,7 +84,8 @@ def plans(ours: Path, also: Path | None, own: Path | None, ranks: int) -> list[P
     found = []
     for folder, system in ((ours, "stretto"), (also, "stretto-other")):
         for index in sorted(folder.glob("**/index.json")) if folder is not None else ():
-            forms = {row["file"]: row.get("form", "") for row in json.loads(index.read_text())["rows"]}
+            rows = json.loads(index.read_text())["rows"]
+            forms = {row["file"]: " ".join(filter(None, (row.get("program"), row.get("form")))) for row in rows}
             found += [Plan.read(index.parent / file, system, form, ranks) for file, form in forms.items()]
     for path in sorted(own.glob("*.json")) if own is not None else ():
         found.append(Plan.read(path, "mscclpp", re.sub(r"_\d+$", "", path.stem), ranks))

@@ -32,7 +32,7 @@ from stretto.simulator.priced_wide import wide_time_us
 from stretto.simulator.runtime_fit import WIDE_STEP_PRICES, RuntimeRow, fit_runtime
 
 DATA = Path(__file__).parent / "mscclpp_h200.csv"
-CONFIRMED = {run: DATA.with_name(f"mscclpp_h200_confirmed{run}.csv") for run in ("1", "2", "3")}
+CONFIRMED = {path.stem.removeprefix("mscclpp_h200_confirmed"): path for path in DATA.parent.glob("*_confirmed*.csv")}
 FITTED_SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 26)
 Key = tuple[str, int, int]
 
@@ -93,10 +93,14 @@ def confirmed(run: str) -> list[Row]:
     prices, off = Prices(), list[float]()
     with CONFIRMED[run].open() as file:
         for line in csv.DictReader(file):
+            if not line["median_us"]:
+                continue  # A plan that the executor refused; its reason stands in the last column.
             key, took = (line["collective"], int(line["ranks"]), int(line["nbytes"])), float(line["median_us"])
             if line["system"] == "mscclpp":
                 own[key] = min(own.get(key, took), took)
                 continue
+            if line["system"] == "stretto-other" and line["form"].startswith("direct "):
+                continue  # Plans with separate outputs, for which this table has no prices.
             form = PlanForm.parse(line["form"].removeprefix("direct ").replace(" ", ","))
             said = prices.time_us(prices.row(key, form, took))
             off.append(abs(said / took - 1))
@@ -123,7 +127,9 @@ def main() -> None:
     parser = common_options(__doc__)
     parser.add_argument("--every", action="store_true", help="print every time of ours beside the predicted one")
     parser.add_argument("--fit", action="store_true", help="fit the prices anew")
-    parser.add_argument("--confirmed", choices=tuple(CONFIRMED), help="a later run, whose plans were chosen beforehand")
+    parser.add_argument(
+        "--confirmed", choices=sorted(CONFIRMED), help="a later run, whose plans were chosen beforehand"
+    )
     args = parser.parse_args()
     if args.confirmed:
         finish(confirmed(args.confirmed), args, title="plans of wide steps over MSCCL++'s own, chosen before the run")

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from stretto.algorithms import algorithm
 from stretto.programs.ir import Program
 from stretto.runtime.gpu import GpuCommunicator, GpuProgram, compile, encode
 from stretto.runtime.gpu.compile import EndParams, GpuParams
+from stretto.runtime.probe.mscclpp_ranks import graph_times_us
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
@@ -92,29 +94,10 @@ def check(comm: GpuCommunicator) -> None:
             say(kind, nbytes, "; ".join(words))
 
 
-def median_us(run: Callable[[], None], calls: int = 100, tries: int = 7) -> float:
+def median_us(run: Callable[[], None], calls: int = 100) -> float:
     for _ in range(3):
         run()
-    torch.cuda.synchronize()
-    dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            run()
-    torch.cuda.synchronize()
-    dist.barrier()
-    graph.replay()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(tries):
-        dist.barrier()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / calls)
-    return float(sorted(times)[len(times) // 2])
+    return median(graph_times_us(run, calls))
 
 
 def time_all_reduce(comm: GpuCommunicator, sizes: list[int]) -> None:
@@ -190,7 +173,7 @@ def time_programs(comm: GpuCommunicator, sizes: list[int]) -> None:
             for nbytes in sizes:
                 loaded = comm.load(program, dtype="float32", nbytes=nbytes, protocol="simple")
                 x, y = buffers(comm, loaded, False, torch.float32)
-                row.append(round(median_us(partial(comm.launch, loaded, x, y), 40, 5), 2))
+                row.append(round(median_us(partial(comm.launch, loaded, x, y), 40), 2))
             say("price", kind, name, dict(zip(sizes, row, strict=True)))
 
 

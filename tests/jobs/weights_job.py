@@ -176,9 +176,19 @@ def overlapped(seed: int, device: str) -> Any:
                 with sync.read() as weights:
                     if not case.right(weights, version):
                         wrong.append([how, version])
+    case, refused = Case(590 + seed, device), ""
+    with WeightSync(case.source(1), case.target(), staging_bytes=5000) as sync:
+        try:
+            sync.update_async(snapshot="now", snapshot_bytes=1).wait()
+        except stretto.errors.InvalidInput as error:
+            refused = str(error)
+        sync.update()
+        with sync.read() as weights:
+            if not case.right(weights, 1):
+                wrong.append(["refused", 1])
     if side is not None:
         torch.cuda.set_stream(torch.cuda.default_stream())
-    return {"wrong": wrong, "did": sorted(did)}
+    return {"wrong": wrong, "did": sorted(did), "refused": refused}
 
 
 def deltas(seed: int, device: str) -> Any:

@@ -58,6 +58,11 @@ def test_weights_may_change_while_a_version_of_them_is_sent(outcomes: list[dict[
     assert {"copy", "wait"} <= {did for told in outcomes for did in told["overlapped"]["did"]}
 
 
+def test_a_snapshot_that_is_too_small_is_refused_on_all_ranks(outcomes: list[dict[str, Any]]) -> None:
+    for told in outcomes:
+        assert "snapshot_bytes: 1 is less than the " in told["overlapped"]["refused"]
+
+
 def test_deltas_send_fewer_rounds_and_every_version_is_whole(outcomes: list[dict[str, Any]]) -> None:
     for told in outcomes:
         found = told["deltas"]

@@ -17,7 +17,7 @@ from stretto.simulator import Runtime
 from stretto.simulator.priced_wide import wide_graph, wide_time_us
 from stretto.simulator.runtime_fit import RuntimeRow, fit_runtime
 from stretto.simulator.runtimes import Protocol
-from stretto.synthesis.lowering import forms_for
+from stretto.synthesis.plan_search import forms_for
 
 PRICES = Runtime(
     name="mscclpp:test", launch_us=1.0, step_us=0.5, meet_us=2.0, max_blocks=64,

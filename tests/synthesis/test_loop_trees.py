@@ -12,7 +12,7 @@ from stretto.errors import InvalidInput
 from stretto.programs.formats import mscclpp_reader, mscclpp_wide
 from stretto.programs.wide import widen
 from stretto.synthesis.loop_trees import loop_trees
-from stretto.synthesis.lowering import loop_forms
+from stretto.synthesis.plan_search import loop_forms
 
 
 @pytest.mark.parametrize("make", [AllGather, ReduceScatter, AllReduce])

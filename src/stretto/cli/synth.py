@@ -267,6 +267,9 @@ def _table(
     files.json(rows, {"rows": chosen.rows()})
     files.write(html, lambda path: _sizes_page(path, chosen, view))
     out().print(view)
+    for note in dict.fromkeys(choice.synthesis.certificate.cut for choice in chosen.choices):
+        if note:
+            out().print(Text(f"with more time another plan may be found: {note}"), soft_wrap=True)
     lost = _lost(chosen) if target is not None and options["runtime"] is None else ""
     if lost:
         out().print(lost, markup=False)
@@ -454,6 +457,8 @@ def _print_candidates(console: Console, found: Synthesis, table: ResultTable, ev
     console.print(source, style="dim")
     if found.lowering is not None:
         console.print(Text(_lowering_text(found.lowering, certificate)), soft_wrap=True)
+        if certificate.cut:
+            console.print(Text(f"with more time another plan may be found: {certificate.cut}"), soft_wrap=True)
         if certificate.unfit_for_old:
             console.print(f"the original MSCCL runtime cannot load it: {certificate.unfit_for_old}", soft_wrap=True)
 

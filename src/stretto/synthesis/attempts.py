@@ -24,6 +24,8 @@ LEAST_S = 0.25
 """The least time that a task gets; with less time left, no further task is started."""
 KEPT_TO_LOWER = 6
 """The number of programs of one task that are kept for lowering: the fastest may not fit a runtime's limits."""
+SPENT = "not tried: the budget"
+"""How the reason of a task begins that the time did not suffice for."""
 MAX_REASON = 200
 """The most characters of a crash's message; one that holds the signature of a native function may have thousands."""
 
@@ -146,7 +148,7 @@ class Board:
         if self.at_bound():
             return f"not tried: {self.at_bound()}"
         if self.left_s < LEAST_S and self.made:
-            return f"not tried: the budget of {self.budget_s:g} s was spent"
+            return f"{SPENT} of {self.budget_s:g} s was spent"
         return ""
 
     def report(self, message: str) -> None:

@@ -83,6 +83,8 @@ class Certificate:
     """The runtime whose prices `lowered_us` includes; empty: links alone."""
     form: str = ""
     """How the wide steps of an MSCCL++ plan are carried out; empty for instruction streams."""
+    cut: str = ""
+    """Why a search for a plan with more time might find another one; empty where every candidate was tried."""
     unfit_for_old: str = ""
     """Why the original MSCCL runtime (NCCL 2.8 to 2.12) cannot load the instruction streams; empty where it can."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -136,7 +138,9 @@ class Lowering:
     fifo_depth: int
     tried: tuple[Candidate, ...] = ()
     form: PlanForm | None = None
-    """How an MSCCL++ plan of wide steps is carried out, where that is faster than instruction streams."""
+    """How an MSCCL++ plan of wide steps is carried out; None for instruction streams."""
+    cut: str = ""
+    """How many programs were not tried as plans for want of time; empty where all were."""
 
     @property
     def unfit_for_old(self) -> str:

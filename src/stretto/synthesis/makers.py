@@ -36,7 +36,8 @@ from . import (
 from .explorer import sketch_variants
 from .forest_trees import MAX_PAIRS
 from .maker import Maker, MakerRequest, SearchMaker, one_variant
-from .problem import MakerTask, Progress, SynthesisProblem
+from .plan_search import direct_fills_links
+from .problem import MAX_WIDE, MakerTask, Progress, SynthesisProblem
 
 LIBRARY = "library"
 SYMMETRIC = "symmetric"
@@ -116,7 +117,8 @@ class Library:
             progress: Takes the name of each program.
 
         Yields:
-            The programs, until they become too large or a quarter of the budget is spent.
+            The programs, until they become too large or a quarter of the budget is spent; where plans are made of them,
+            the clock is not asked.
         """
         name: str = task.options["algorithm"]
         began = time.monotonic()
@@ -138,7 +140,10 @@ class Library:
             progress(program.name, 0.0)
             yield program
             chunks *= 2
-            if 2 * len(program.chunk) > MAX_LIBRARY_MOVES or 4 * (time.monotonic() - began) > budget_s:
+            if problem.takes_plans:
+                if 2 * len(program.chunk) > MAX_WIDE:
+                    return
+            elif 2 * len(program.chunk) > MAX_LIBRARY_MOVES or 4 * (time.monotonic() - began) > budget_s:
                 return
 
 
@@ -511,6 +516,10 @@ def plan_tasks(
     if problem.ranks > SMALL:
         tasks.sort(key=lambda task: (task.maker == LIBRARY, task.maker != PHASES, _turn(task)))
         tasks, refused = _without_whole_programs(problem, tasks, refused) if wanted is None else (tasks, refused)
+    if problem.takes_plans and wanted is None and not own and problem.sketch is None and direct_fills_links(problem):
+        why = "not asked: the direct algorithm fills these links, so plans are made of the library's algorithms"
+        refused |= {task.maker: why for task in tasks if task.maker != LIBRARY}
+        tasks = [task for task in tasks if task.maker == LIBRARY]
     for name, values in own.items():
         if name in refused:
             raise InvalidInput(f"options of {name}: it {refused[name]}")

@@ -22,13 +22,14 @@ from ..simulator.runtimes import runtime_of
 from ..units import check_bytes, check_seed
 from . import backends
 from . import makers as registry
-from .attempts import LEAST_S, Attempt, Board, attempt
+from .attempts import LEAST_S, SPENT, Attempt, Board, attempt
 from .cache import Cache
-from .certificate import Candidate, Certificate, ProvedProgram, Synthesis, versions
+from .certificate import Candidate, Certificate, Lowering, ProvedProgram, Synthesis, versions
 from .helpers import duties, hint, resolve
 from .lowering import FORMATS, lowers_well, search_lowering
 from .makers import LIBRARY, PHASES, SMALL, SYMMETRIC, MakerOptions, check_options, plan_tasks
 from .matching import same_task
+from .plan_search import restored_plan
 from .problem import MakerTask, Progress, SynthesisProblem
 from .sketch import Sketch
 
@@ -135,9 +136,16 @@ def synthesize(
         if store and not crashed:
             store.save(found)
     elif lower:
-        made = ProvedProgram(maker=found.certificate.maker, program=found.program, time_us=found.time_us, seconds=0.0)
-        found = replace(found, lowering=search_lowering([made], problem, budget_s=LOWERING * budget_s)[1])
+        found = replace(found, lowering=_lowered_again(found, problem, LOWERING * budget_s))
     return replace(found, hosts=tuple(problem.cluster.hosts_of(found.program.collective.ranks).tolist()))
+
+
+def _lowered_again(found: Synthesis, problem: SynthesisProblem, budget_s: float) -> Lowering:
+    """The lowering of a result from the cache, which keeps the program and the form of its plan."""
+    if found.certificate.form:
+        return restored_plan(found.plain, found.certificate, problem)
+    made = ProvedProgram(maker=found.certificate.maker, program=found.program, time_us=found.time_us, seconds=0.0)
+    return search_lowering([made], problem, budget_s=budget_s)[1]
 
 
 def _begun(
@@ -235,6 +243,7 @@ def _search(
         budget_s=float(budget_s),
         lowered_us=None if lowering is None else lowering.time_us,
         runtime="" if problem.runtime is None else problem.runtime.name,
+        cut=_cut(board, lowering) if problem.takes_plans else "",
         form=str(lowering.form) if lowering is not None and lowering.form is not None else "",
         unfit_for_old=lowering.unfit_for_old if lowering is not None and problem.lower == "msccl" else "",
         versions=versions(),
@@ -244,6 +253,18 @@ def _search(
         program=best.program, certificate=certificate, candidates=_ordered(board.candidates), lowering=lowering
     )
     return found, board.crashed
+
+
+def _cut(board: Board, lowering: Lowering | None) -> str:
+    """Why a search for plans might find another one with more time; empty where every candidate was tried."""
+    late = [c.maker for c in board.candidates if c.reason.startswith(SPENT)]
+    by_clock = sorted({made.maker for made in board.made if not made.maker.startswith(LIBRARY)})
+    reasons = [
+        f"the budget ended before {', '.join(late)}" if late else "",
+        f"{', '.join(by_clock)} searched by the clock" if by_clock else "",
+        "" if lowering is None else lowering.cut,
+    ]
+    return "; ".join(filter(None, reasons))
 
 
 def _in_turn(problem: SynthesisProblem, tasks: Sequence[MakerTask], board: Board, *, later: float) -> None:

@@ -17,6 +17,10 @@ Progress = Callable[[str, float], None]
 """Takes a line of text for people, and the fraction of the work that is done, 0..1."""
 
 
+MAX_WIDE = 4096
+"""The most chunk moves of a program that is tried as wide steps."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SynthesisProblem:
     """The collective, the cluster and the size that a program is made for, and the physics by which it is judged."""
@@ -46,6 +50,12 @@ class SynthesisProblem:
     def hosts(self) -> tuple[int, ...]:
         """The host of each rank."""
         return tuple(self.cluster.hosts_of(self.collective.ranks).tolist())
+
+    @property
+    def takes_plans(self) -> bool:
+        """Whether programs become plans of wide steps: the runtime has prices for them, and all ranks are on a host."""
+        wide = self.lower == "mscclpp" and self.runtime is not None and self.runtime.knows_wide
+        return wide and len(set(self.hosts)) == 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from .certificate import Synthesis
 from .portfolio import synthesize
 from .problem import Progress
 
-COLUMNS = ("file", "program", "maker", "min_bytes", "max_bytes", "nbytes", "time_us", "bound_us", "gap", "form")
+COLUMNS = ("file", "program", "maker", "min_bytes", "max_bytes", "nbytes", "time_us", "bound_us", "gap", "form", "cut")
 MAX_SIZES = 64
 
 
@@ -76,6 +76,7 @@ class Selection:
                 "bound_us": bound,
                 "gap": took / bound - 1 if bound > 0 else 0.0,
                 "form": str(choice.synthesis.certificate.form or ""),
+                "cut": choice.synthesis.certificate.cut,
             }
             for choice in self.choices
             for nbytes, took, bound in choice.points
@@ -126,7 +127,9 @@ def select(
 ) -> Selection:
     """Synthesise for every size, try each program at every other size too, and divide the sizes among the best.
 
-    Where the best program changes between two sizes, the border is where both take the same time.
+    Where the best program changes between two sizes, the border is where both take the same time. Plans of wide steps
+    stay with the size that they were chosen for, so that a table has the same plans as a search for each size alone;
+    neighboring sizes share one where both chose it.
 
     Args:
         collective: The collective.
@@ -169,8 +172,9 @@ def select(
 
     programs = [s for at, s in enumerate(found) if all(not _same(s, other) for other in found[:at])]
     chosen: list[tuple[Synthesis, list[tuple[int, float, float]]]] = []
-    for nbytes in ordered:
-        took, at = min((time_us(s, nbytes), at) for at, s in enumerate(programs))
+    for nbytes, own in zip(ordered, found, strict=True):
+        rivals = [own] if own.certificate.form else programs
+        took, at = min((time_us(s, nbytes), at) for at, s in enumerate(programs) if any(_same(s, r) for r in rivals))
         point = (nbytes, took, lower_bound(collective, cluster, nbytes).total_us)
         if chosen and chosen[-1][0] is programs[at]:
             chosen[-1][1].append(point)

@@ -62,6 +62,8 @@ class SourceGuard:
         self._here_read = False
         self.checksums: dict[str, int] | None = None
         """Those of the sources as they were, if they are wanted."""
+        self.refused = ""
+        """Why this rank cannot take part in the update; empty where it can."""
         self.copied_bytes = 0
         """The bytes that were copied so far because the weights changed."""
 

@@ -210,13 +210,15 @@ class WeightSync:
             checksums: as for `update`; the trainers' are computed before this returns.
             snapshot: "on_write" copies or waits when the weights change, whichever takes less time; "now" copies
                 everything before this returns; "wait" never copies.
-            snapshot_bytes: the most bytes that are copied; None for no limit.
+            snapshot_bytes: the most bytes that are copied; None for no limit. With "now" it must be enough for all that
+                this rank sends.
 
         Returns:
             The update under way; its ``wait()`` returns the version.
 
         Raises:
-            InvalidInput: an argument is wrong here.
+            InvalidInput: an argument is wrong here; where `snapshot_bytes` is too small on another rank, ``wait()``
+                raises it.
         """
         from .pending import SNAPSHOTS, PendingUpdate, SourceGuard
 
@@ -229,13 +231,16 @@ class WeightSync:
         most = 0 if snapshot == "wait" else snapshot_bytes
         guard = SourceGuard(transfer, transfer.rounds, sources, most_bytes=most)
         guard.checksums = transfer.checksums(0, sources) if checksums else None
-        if transfer.gpu is not None:
+        asked = guard.price().nbytes if snapshot == "now" else 0
+        if snapshot_bytes is not None and asked > snapshot_bytes:
+            guard.refused = f"snapshot_bytes: {snapshot_bytes} is less than the {asked} that snapshot 'now' copies here"
+        if transfer.gpu is not None and not guard.refused:
             # Programs on GPU memory beside a trainer's kernels were not right in their only run: the whole update
             # takes place here, in milliseconds.
             version = self.update(source, checksums=checksums)
             guard.end()
             return PendingUpdate(lambda: version, guard)
-        if snapshot == "now":
+        if snapshot == "now" and not guard.refused:
             guard.before_write("copy")
         self._updating.acquire()
 
@@ -246,6 +251,8 @@ class WeightSync:
                 self._updating.release()
 
         pending = PendingUpdate(run, guard)
+        if guard.refused:
+            pending.wait()  # Raises: the other ranks are told first, so that none waits for this one.
         if snapshot == "now":
             pending.before_write("wait")
         return pending
@@ -256,6 +263,7 @@ class WeightSync:
         state, back = self._state, (1 - self._current) * (self._copies > 1)
         number = self._number + 1
         sources, why = state.checked_sources(source)
+        why = why or (guard.refused if guard is not None else "")
         why = why or (f"this sync has failed before: {self._broken}" if self._broken else "") or self._vacate(back)
         said = None
         if not why and changed is not None:

@@ -19,7 +19,7 @@ from ...programs.formats.mscclpp_wide import PlanForm, widen_in
 from ...programs.fused import fuse
 from ...simulator.runtime_fit import FUSED_PRICES, WIDE_STEP_PRICES, RuntimeFit, RuntimeRow, fit_runtime
 from ...simulator.runtimes import PRESETS, Runtime
-from ...synthesis.lowering import forms_for
+from ...synthesis.plan_search import forms_for
 
 if TYPE_CHECKING:
     from ..gpu import GpuCommunicator

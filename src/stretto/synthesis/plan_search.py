@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The search for the fastest MSCCL++ plan of wide steps: programs and forms in an order of promise, by count.
+
+No clock decides: the direct algorithm is tried in every form, then each other program whose first forms promise
+something. The same problem therefore has the same plan on a busy and on an idle machine, unless the budget ends first;
+`Lowering.cut` then says how much was left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any
+
+from ..algorithms import algorithm
+from ..cluster import Cluster
+from ..collectives import AllGather, ReduceScatter
+from ..errors import StrettoError
+from ..programs import Program
+from ..programs.formats import mscclpp_wide
+from ..programs.formats.mscclpp_json import MAX_THREADBLOCKS
+from ..programs.formats.mscclpp_wide import PlanForm
+from ..programs.wide import WideProgram
+from ..simulator import Runtime, lower_bound, simulate
+from ..simulator.priced_wide import wide_time_us
+from .certificate import Candidate, Certificate, Lowering, ProvedProgram
+from .loop_trees import loop_trees
+from .problem import MAX_WIDE, SynthesisProblem
+
+DIRECT = "library:direct"
+ALL_ALIKE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+"""The collectives in which every rank does the same, and which the direct algorithm knows."""
+HALVES = (ReduceScatter, AllGather)
+LARGE = 1e9
+"""The bytes at which latencies no longer count, so that the direct algorithm shows whether it fills the links."""
+FILLS_LINKS = 1.05
+"""The factor by which the direct algorithm may be slower than the bound of the links and still fills them."""
+MAX_PACKETS = 4.5e6
+"""The most bytes of all ranks together for which packets, which take twice the room, are tried."""
+TREES_FROM = 8e6
+"""From so many bytes on, trees in loops are tried where links differ."""
+FEWEST_STEPS = 0.8
+"""Below `TREES_FROM`, where steps are what a call costs, other programs replace the direct one from so much less time
+on: prices were fitted to direct ones."""
+WORTHWHILE = 0.999
+PROMISING = 1.25
+"""The factor by which a program's first forms may be slower than the best and the others are still tried."""
+NEARLY = 1.1
+"""The same where the program has to be faster than the direct one by a margin: beside the time that it must reach."""
+LL_THREADS = (1024, 512)
+"""The threads of threadblocks that read packets, of those that are tried."""
+LOOP_TURNS = (8, 32)
+"""How often the loop of a plan goes round, of those that are tried."""
+TREE_TURNS = (16, 32)
+"""The same where every tree is a stream."""
+LEAST_LOOP = 1 << 14
+"""The fewest bytes that are moved in one turn."""
+
+
+def search_plans(
+    programs: Sequence[ProvedProgram],
+    problem: SynthesisProblem,
+    *,
+    budget_s: float,
+    report: Callable[[str], None] = lambda message: None,
+) -> tuple[ProvedProgram | None, Lowering | None, list[Candidate]]:
+    """Try programs as wide steps in every form that promises something, and return the fastest plan.
+
+    Args:
+        programs: The programs, fastest on the links first; the direct algorithm and trees in loops are added.
+        problem: The problem that they were made for, one whose runtime takes plans (`SynthesisProblem.takes_plans`).
+        budget_s: The seconds after which no further program is begun; the direct algorithm is always tried.
+        report: Called with a line of text for each form.
+
+    Returns:
+        The program and its plan, None where none fits; and what was tried.
+    """
+    assert problem.runtime is not None and problem.takes_plans
+    search = _PlanSearch(problem=problem, prices=problem.runtime, report=report)
+    deadline = time.monotonic() + budget_s
+    direct = _direct(problem)
+    # The direct algorithm with more chunks has the same wide steps: chunks that lie and travel alike are one piece.
+    others = [
+        made
+        for made in programs
+        if made.maker != DIRECT and isinstance(made.program, Program) and len(made.program.chunk) <= MAX_WIDE
+    ]
+    for made in direct:
+        search.widen(made)
+    left_out = 0
+    if problem.nbytes > TREES_FROM and not direct_fills_links(problem):
+        for made, forms in _trees(problem, search.most_blocks):
+            if time.monotonic() > deadline and search.best is not None:
+                left_out += 1
+                break
+            search.widen(made, forms)
+    for at, made in enumerate(others):
+        if time.monotonic() > deadline and search.best is not None:
+            left_out += len(others) - at
+            break
+        search.widen(made)
+    if search.best is None:
+        return None, None, search.tried
+    made, took, form = search.best
+    assert isinstance(made.program, Program)
+    cut = f"the budget ended before {left_out} programs were tried as plans" if left_out else ""
+    return made, replace(_plan(made.program, took, form), tried=tuple(search.tried), cut=cut), search.tried
+
+
+def _plan(program: Program, time_us: float, form: PlanForm) -> Lowering:
+    """A plan of wide steps as a lowering."""
+    lowered = program.lower(fifo_depth=2)
+    return Lowering(lowered=lowered, time_us=time_us, instances=1, fifo_depth=2, form=form)
+
+
+def restored_plan(program: Program, certificate: Certificate, problem: SynthesisProblem) -> Lowering:
+    """The plan of a program in the form that its certificate names, with its time anew.
+
+    Args:
+        program: The program.
+        certificate: Its certificate, which names a form.
+        problem: The problem that it was made for.
+
+    Returns:
+        The plan.
+    """
+    form = PlanForm.parse(certificate.form)
+    assert problem.runtime is not None
+    took = wide_time_us(program, problem.cluster, nbytes=problem.nbytes, form=form, runtime=problem.runtime)
+    return replace(_plan(program, took, form), cut=certificate.cut)
+
+
+def direct_fills_links(problem: SynthesisProblem) -> bool:
+    """Whether the direct algorithm moves large data as fast as links allow, so that no other search is needed.
+
+    That is so wherever all ranks reach each other alike: behind one switch, or in the memory of one GPU. An all-reduce
+    is judged by its halves, since its bound is not reached where all ranks share one link.
+    """
+    wanted = [problem.collective]
+    if problem.collective.kind == "all_reduce":
+        wanted = [half(problem.collective.ranks, in_place=problem.collective.in_place) for half in HALVES]
+    if problem.collective.kind not in ALL_ALIKE:
+        return False
+    return all(
+        made.time_us <= FILLS_LINKS * lower_bound(one, problem.cluster, LARGE).total_us
+        for one in wanted
+        for made in _direct(replace(problem, collective=one, nbytes=LARGE))
+    )
+
+
+def _trees(problem: SynthesisProblem, most: int) -> Iterator[tuple[ProvedProgram, list[PlanForm]]]:
+    for program in loop_trees(problem.collective, problem.cluster, most=most):
+        yield _timed("loop_trees", program, problem), loop_forms(program, problem.nbytes, most)
+
+
+@dataclass(kw_only=True)
+class _PlanSearch:
+    problem: SynthesisProblem
+    prices: Runtime
+    report: Callable[[str], None]
+    best: tuple[ProvedProgram, float, PlanForm] | None = None
+    tried: list[Candidate] = field(default_factory=list)
+
+    @property
+    def most_blocks(self) -> int:
+        """The most threadblocks of a rank."""
+        return self.prices.blocks_on(self.problem.cluster) or MAX_THREADBLOCKS
+
+    def widen(self, made: ProvedProgram, forms: Sequence[PlanForm] | None = None) -> None:
+        """Try one program in some forms, by default in all that suit it if the first ones promise something."""
+        program, problem = made.program, self.problem
+        assert isinstance(program, Program)
+        steps: dict[PlanForm, WideProgram] = {}
+        before: dict[PlanForm, float] = {}
+        enough: set[PlanForm] = set()
+        if forms is None:
+            forms = forms_for(program, problem.nbytes, self.prices, problem.cluster)
+            if self.best is not None and not self._promises(made, forms, steps):
+                return
+        for form in forms:
+            key = replace(form, slices=1, loop_bytes=0, halves=0)
+            if key in enough and not form.loop_bytes:
+                continue  # More slices did not help before, and so will not help now.
+            name = f"{program.name} {form}"
+            self.report(f"wide steps of {name}")
+            try:
+                took = self._time_us(program, form, steps)
+                if not form.loop_bytes:
+                    enough |= {key} if took > WORTHWHILE * before.get(key, inf) else set()
+                    before[key] = took
+                if self.best is None or took < self.best[1] * self._margin(made):
+                    mscclpp_wide.dumps(program, form=form, max_threadblocks=self.most_blocks)
+                    self.best = made, took, form
+            except StrettoError as error:
+                self.tried.append(Candidate(maker=made.maker, name=name, reason=str(error)))
+                continue
+            self.tried.append(Candidate(maker=made.maker, name=name, time_us=took))
+
+    def _time_us(self, program: Program, form: PlanForm, steps: dict[PlanForm, WideProgram]) -> float:
+        """The time of a program in a form; `steps` keeps its wide steps, which several forms share."""
+        key = replace(form, slices=1, threads=1024, loop_bytes=16 * form.halves)
+        if key not in steps:
+            steps[key] = mscclpp_wide.widen_in(program, form)
+        nbytes, cluster = self.problem.nbytes, self.problem.cluster
+        return wide_time_us(steps[key], cluster, nbytes=nbytes, form=form, runtime=self.prices)
+
+    def _promises(self, made: ProvedProgram, forms: Sequence[PlanForm], steps: dict[PlanForm, WideProgram]) -> bool:
+        """Whether a program nearly replaces the best in its own form, or with most threadblocks of each kind."""
+        assert self.best is not None and isinstance(made.program, Program)
+        _, best_us, own = self.best
+        margin = self._margin(made)
+        near_us = best_us * (PROMISING if margin == 1.0 else NEARLY * margin)
+        first = {(form.protocol, form.apart): form for form in forms if not form.loop_bytes}
+        for form in [*first.values(), *([own] if own in forms else [])]:
+            try:
+                if self._time_us(made.program, form, steps) < near_us:
+                    return True
+            except StrettoError:
+                continue
+        return False
+
+    def _margin(self, made: ProvedProgram) -> float:
+        """The share of the best time below which wide steps of a program are taken instead."""
+        held = self.best is not None and self.best[0].maker == DIRECT and made.maker != DIRECT
+        return FEWEST_STEPS if held and self.problem.nbytes <= TREES_FROM else 1.0
+
+
+def _direct(problem: SynthesisProblem) -> list[ProvedProgram]:
+    """The direct algorithm, which has the fewest steps: on the links it may be far from the fastest."""
+    c = problem.collective
+    try:
+        options: dict[str, Any] = {"root": c.root} if c.root >= 0 else {}
+        program = algorithm("direct", c.kind, c.ranks, in_place=c.in_place, **options)
+    except StrettoError:
+        return []
+    return [_timed(DIRECT, program, problem)]
+
+
+def _timed(maker: str, program: Program, problem: SynthesisProblem) -> ProvedProgram:
+    took = simulate(
+        program, problem.cluster, nbytes=problem.nbytes, alpha=problem.alpha, contention=problem.contention
+    ).total_us
+    return ProvedProgram(maker=maker, program=program, time_us=took, seconds=0.0)
+
+
+def loop_forms(program: Program, nbytes: float, most: int) -> list[PlanForm]:
+    """The forms in which trees are tried: a stream for each chunk, in loops, sums and copies apart, and at once.
+
+    Args:
+        program: The program.
+        nbytes: The bytes that the collective moves.
+        most: The most threadblocks.
+
+    Returns:
+        Up to five forms.
+    """
+    at_once = PlanForm(streams=min(most, program.collective.num_chunks))
+    share = float(program.collective.chunk_share[0]) * nbytes
+    loops = [loop for loop in (int(share / turns) // 16 * 16 for turns in TREE_TURNS) if loop >= LEAST_LOOP]
+    halves = (1, 0) if program.reduce.any() and not program.reduce.all() else (0,)
+    return [*(replace(at_once, loop_bytes=loop, halves=half) for half in halves for loop in loops), at_once]
+
+
+def forms_for(program: Program, nbytes: float, prices: Runtime, cluster: Cluster) -> list[PlanForm]:
+    """The forms of a plan that are tried: protocols, streams, slices, threads and loops, from few threadblocks to many.
+
+    Args:
+        program: The program.
+        nbytes: The bytes that the collective moves.
+        prices: The runtime.
+        cluster: Where it runs.
+
+    Returns:
+        The forms.
+    """
+    most = prices.blocks_on(cluster) or MAX_THREADBLOCKS
+    ranks, chunks = program.collective.num_ranks, program.collective.num_chunks
+    share = float(program.collective.chunk_share[0]) * nbytes
+    loops = [loop for loop in (int(share / turns) // 16 * 16 for turns in LOOP_TURNS) if loop >= LEAST_LOOP]
+    bases = [
+        PlanForm(streams=streams)
+        for streams in sorted({1, min(ranks, most), min(4 * ranks, most), most})
+        if streams <= chunks or chunks == 1
+    ]
+    if "LL" in prices.protocols and nbytes * ranks <= MAX_PACKETS:
+        whole = [replace(base, protocol="LL") for base in bases]
+        # A rank sends to, and takes from, each of its peers.
+        sides = sorted({min(ranks - 1, most), min(2 * (ranks - 1), most)})
+        whole += [PlanForm(protocol="LL", streams=streams, apart=1) for streams in sides]
+        # Where packets are tried they are often the fastest, so they come first: the time of a search may end.
+        bases = [replace(base, threads=threads) for base in whole for threads in LL_THREADS] + bases
+    found = []
+    for base in bases:
+        slices = 1
+        while slices * base.streams <= most:
+            found.append(replace(base, slices=slices))
+            if base.protocol == "Simple" and slices == 1:
+                found += [replace(base, loop_bytes=loop) for loop in loops]
+            slices *= 2
+    return found

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans that a price list chooses: the same by command and from Python, whatever budget suffices."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from stretto import AllGather, AllReduce, Cluster, synthesize
+from stretto.cli import app
+from stretto.collectives import COLLECTIVES
+from stretto.programs.formats.mscclpp_folder import plans_of
+from stretto.programs.formats.mscclpp_reader import check_plan, loads
+from stretto.synthesis.plan_search import direct_fills_links
+from stretto.synthesis.problem import SynthesisProblem
+
+RUNTIME = "mscclpp:h200"
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+def written(kind: str, ranks: int, sizes: list[int], folder: Path, budget: int) -> dict[str, str]:
+    """The files that the command writes."""
+    command = ["synth", kind, "-c", f"shared_gpu:{ranks}", "-b", ",".join(map(str, sizes)), "--format", "json"]
+    command += ["--runtime", RUNTIME, "--budget", str(budget), "--no-cache", "-o", str(folder)]
+    command += ["--in-place"] if kind != "all_to_all" else []
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    return {path.name: path.read_text() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_command_writes_what_python_chooses_whatever_the_budget(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    kind, ranks = rng.choice(KINDS), rng.choice((2, 3, 4))
+    sizes = sorted(int(2 ** rng.uniform(10, 28)) // 4096 * 4096 + 4096 for _ in range(2))
+    first = written(kind, ranks, sizes, tmp_path / "first", 400)
+    assert first == written(kind, ranks, sizes, tmp_path / "second", 4000)
+    collective = COLLECTIVES[kind](ranks, in_place=kind != "all_to_all")
+    for row in json.loads(first["index.json"])["rows"]:
+        cluster = Cluster.preset("shared_gpu", nodes=ranks)
+        alone = synthesize(collective, cluster, row["nbytes"], runtime=RUNTIME, budget_s=900, cache=False)
+        assert (row["program"], row["form"], row["cut"]) == (alone.program.name, alone.certificate.form, "")
+        assert alone.certificate.lowered_us == pytest.approx(row["time_us"])
+    for plan in plans_of(tmp_path / "first"):
+        check_plan(loads(plan.path.read_text()), seeds=[seed])
+
+
+def test_a_search_that_runs_out_of_time_says_so() -> None:
+    cluster = Cluster.preset("shared_gpu", nodes=4)
+    found = synthesize(AllReduce(4), cluster, 65536, runtime=RUNTIME, budget_s=1e-3, cache=False)
+    assert found.certificate.form and "budget ended before" in found.certificate.cut
+
+
+def test_a_plan_from_the_cache_is_the_plan_that_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path))
+    cluster = Cluster.preset("shared_gpu", nodes=2)
+    found, again = (synthesize(AllGather(2), cluster, 65536, runtime=RUNTIME, budget_s=400) for _ in range(2))
+    assert again.cached and found.lowering is not None and again.lowering is not None
+    assert (again.lowering.form, again.lowering.time_us) == (found.lowering.form, found.lowering.time_us)
+
+
+@pytest.mark.parametrize(("cluster", "fills"), [("shared_gpu:4", True), ("dgx_h200", True), ("ndv2", False)])
+def test_other_makers_are_asked_only_where_links_differ(cluster: str, fills: bool) -> None:
+    machine = Cluster.load(cluster)
+    for kind in KINDS:
+        wanted = COLLECTIVES[kind](machine.num_devices)
+        assert direct_fills_links(SynthesisProblem(collective=wanted, cluster=machine, nbytes=1e6)) is fills
