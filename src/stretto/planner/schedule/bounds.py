@@ -30,6 +30,8 @@ from .cliques import NO_CLIQUES, CliqueFinder, CliqueWindows
 from .problem import Option, PlanProblem
 from .relaxation import Circle, OptionCount, Relaxed, WindowLoads, relax, resource_loads
 
+TOGETHER = "channel load and waiting together, with one option for each"
+"""The argument in which all others have to hold at once."""
 MAX_BETWEEN_OPS = 1000
 MAX_FROM = 24
 """The number of compute-ops, and of thresholds, from which load is counted; fewer only weaken the bound."""
@@ -72,10 +74,9 @@ def lower_bound(problem: PlanProblem, *, serial: bool = False, counts: Sequence[
         f"channel load between {between} and the next": between_us,
     }
     why = max(found, key=lambda name: found[name])
-    together = "channel load and waiting together, with one option for each"
     if relaxed.us > found[why] * (1 + 1e-9):
-        why = together
-    found[together] = relaxed.us if why == together else min(relaxed.us, found[why])
+        why = TOGETHER
+    found[TOGETHER] = relaxed.us if why == TOGETHER else min(relaxed.us, found[why])
     return PeriodBound(us=found[why], why=why, arguments=found, relaxed=relaxed)
 
 

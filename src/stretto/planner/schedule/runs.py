@@ -22,7 +22,9 @@ NEAR = 1.2
 """An option is tried if it costs at most this many times the cheapest one, at the prices of the bound."""
 PARTS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 1.0)
 """The lengths of runs that are tried first, as shares of all equal ops."""
-ROUNDS = 6
+MAX_SINGLES = 300
+"""The largest number of pairs of an op and an option for which ops also change one by one."""
+ROUNDS = 12
 LEAST_GAIN = 1e-6
 """The share of the period that a run has to save."""
 PLACEMENTS = ("first", "last", "spread")
@@ -146,4 +148,7 @@ def _first_runs(scheduler: Scheduler, loads: ResourceLoads, price: np.ndarray) -
             for length in lengths
             if length < count or placement == "first"
         ]
+    singles = sorted({(op, run.option) for run in runs for op in run.ops if len(run.ops) > 1})
+    if len(singles) <= MAX_SINGLES:
+        runs += [OpRun(ops=(op,), option=option, placement="first", length=1) for op, option in singles]
     return runs
