@@ -42,6 +42,7 @@ LINES: dict[str, tuple[str, ...]] = {
     "dims schedule": ("-c", "themis_4d_ring_fc_ring_sw", "-s", "themis_scf"),
     "dims sweep": ("-c", "torus:4x4", "-b", "1M", "--chunks", "4,8"),
     "dims train": ("themis:dlrm", "-c", "themis_2d_sw_sw"),
+    "lab show": (),
     "motif list": (),
     "motif show": ("AR(T[0:1024], PG[0:8])", "-a", "segment:4"),
     "pipeline meshes": ("gpt", "-c", "p3_8xlarge:2", "--stages", "2", "--microbatches", "2", "--layouts", "1"),
@@ -73,13 +74,13 @@ LINES: dict[str, tuple[str, ...]] = {
 }
 """A command line for every command that prints results; a name in braces is a file."""
 OTHERS = {
-    "bench", "cluster convert", "controller", "demo", "help", "lab clean", "lab run", "lab show", "pipeline export",
+    "bench", "cluster convert", "controller", "demo", "help", "lab clean", "lab run", "pipeline export",
     "probe", "program convert", "run", "runtime fit", "selftest", "status", "strategy build", "tune",
     "weights run", "workload convert",
 }  # fmt: skip
 """Commands that need a job or a controller, or whose output is a file."""
 NO_JSON = {
-    "cluster convert", "controller", "demo", "help", "lab clean", "lab run", "lab show", "pipeline export",
+    "cluster convert", "controller", "demo", "help", "lab clean", "lab run", "pipeline export",
     "program convert", "strategy build", "workload convert",
 }  # fmt: skip
 """Commands without numbers: they write a file of a form of its own, start something, or show what runs."""

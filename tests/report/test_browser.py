@@ -28,6 +28,8 @@ PAGES: dict[str, str] = {
     "dims plot": "dims plot -c themis_3d_fc_ring_sw -b 1G --window 2000",
     "dims sweep": "dims sweep -c torus:4x4 -b 1M --chunks 4,8",
     "dims train": "dims train themis:dlrm -c themis_2d_sw_sw",
+    "pipeline meshes": "pipeline meshes gpt -c p3_8xlarge:2 --microbatches 4 --layouts 3",
+    "pipeline search": "pipeline search --stages 2 --microbatches 4",
     "pipeline show": "pipeline show zb_h1 --stages 4",
     "pipeline simulate": "pipeline simulate --stages 4 --microbatches 16",
     "plan": "plan -w dlrm:A2,ranks=8 -c hgx2:1 --steps 20",

@@ -15,7 +15,8 @@ from ..lab import clean as clean_labs
 from ..lab.job import ending
 from ..report.table import ResultTable
 from .common import out, wrote
-from .outputs import YAML, output
+from .options import JsonOption
+from .outputs import YAML, OutputFiles, output
 from .session import SESSION
 
 app = typer.Typer(
@@ -92,17 +93,24 @@ def run(
 
 
 @app.command()
-def show() -> None:
+def show(rows: JsonOption = None) -> None:
     """The labs on this machine, with a process of every host for a look inside.
 
     \b
     Examples:
       stretto lab show
+      stretto lab show --json -
       nsenter --target=PID --net ip address
     """
     labs = running()
+    files = OutputFiles()
+    files.json(rows, {"labs": [
+        {"lab": lab.pid, "alive": lab.alive, "about": lab.about, "keepers": lab.keepers, "processes": list(lab.pids)}
+        for lab in labs
+    ]})  # fmt: skip
     if not labs:
-        print("no lab runs here")
+        out().print("no lab runs here")
+        files.tell()
         return
     table = ResultTable(">lab", "state", "what", "hosts' processes", ">processes")
     for lab in labs:
@@ -110,6 +118,7 @@ def show() -> None:
         state = "runs" if lab.alive else "dead (stretto lab clean)"
         table.add_row(str(lab.pid), state, lab.about, keepers, str(len(lab.pids)))
     out().print(table)
+    files.tell()
 
 
 @app.command()

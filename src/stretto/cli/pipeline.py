@@ -190,6 +190,7 @@ def search(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE.csv", callback=output(".csv"), help="Write the schedule."),
     ] = None,
+    html: HtmlOption = None,
     rows: JsonOption = None,
 ) -> None:
     """Find the warm-up depth and the delay of every stage for the least time under a memory cap.
@@ -216,6 +217,8 @@ def search(
         "time_us": found.total_us, "bound_us": found.bound_us, "exhaustive": found.exhaustive,
         "warmup": list(found.warmup), "delay": list(found.delay), "peak_bytes": list(found.peak_bytes),
     })  # fmt: skip
+    run = run_it(found.schedule, costs, transport=transport)
+    files.write(html, lambda path: _page(path, run, check(found.schedule)))
     console = out()
     console.print(
         f"{format_us(found.total_us)}, {100 * found.gap:.2f} % above the lower bound of {format_us(found.bound_us)}"
@@ -225,7 +228,7 @@ def search(
     console.print(f"warm-up {_list(found.warmup)}, delay {_list(found.delay)} (-1: backward not split)")
     if memory.activation_bytes > 1:
         console.print(f"memory {', '.join(format_bytes(value) for value in found.peak_bytes)}")
-    _draw(console, run_it(found.schedule, costs, transport=transport))
+    _draw(console, run)
     files.tell(f"stretto pipeline show {target}" if target is not None else "")
 
 
@@ -241,6 +244,7 @@ def meshes(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE.csv", callback=output(".csv"), help="Write the best schedule."),
     ] = None,
+    html: HtmlOption = None,
     rows: JsonOption = None,
 ) -> None:
     """Lay a model's stages out over a cluster: layers, devices and mesh of each stage, its warm-up and delay.
@@ -271,13 +275,22 @@ def meshes(
         result = each.result
         table.add_row(
             format_us(each.total_us), f"{1 + result.gap:.3f}",
-            ", ".join(f"{s.first}-{s.last - 1} on {s.data}x{s.tensor}" for s in each.stages), _list(result.warmup),
-            _list(result.delay), " ".join(f"{value / 1e9:.1f}" for value in result.peak_bytes),
+            _spread(each), _list(result.warmup), _list(result.delay),
+            " ".join(f"{value / 1e9:.1f}" for value in result.peak_bytes),
         )  # fmt: skip
+    names = [f"{len(each.stages)} stages: {_spread(each)}" for each in found.layouts[:MOST_SHOWN]]
+    times = list(zip(names, (each.total_us for each in found.layouts), strict=False))
+    picture = bars_html(times, bound_us=found.best.result.bound_us, label="A step of each layout, the best one's bound")
+    files.write(html, lambda path: write_tables(path, f"Layouts of {model} on {cluster}", table, picture=picture))
     out().print(table)
     tried = "all others have a higher bound" if found.exhaustive else "others were not tried (--layouts)"
     out().print(f"{len(found.layouts)} of {found.considered} layouts that fit; {tried}", soft_wrap=True)
     files.tell(f"stretto pipeline show {target}" if target is not None else "")
+
+
+def _spread(layout: PipelineLayout) -> str:
+    """The layers of each stage, and its devices."""
+    return ", ".join(f"{stage.first}-{stage.last - 1} on {stage.data}x{stage.tensor}" for stage in layout.stages)
 
 
 def _layout_row(layout: PipelineLayout) -> dict[str, Any]:
