@@ -9,10 +9,6 @@ from math import prod
 
 from ..errors import InvalidInput, unknown
 
-ROLES = ("column", "row", "kv", "vocab", "expert_column", "expert_row", "replicated")
-"""How tensor and expert parallelism cut a tensor: ``column`` and ``vocab`` by output rows, ``row`` by inputs, ``kv`` by
-whole key-value heads, experts by expert first."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTensor:
@@ -21,6 +17,8 @@ class ModelTensor:
     name: str
     shape: tuple[int, ...]
     role: str
+    """How tensor and expert parallelism cut it: ``column``, ``vocab`` and ``expert_column`` by output rows, ``row`` and
+    ``expert_row`` by inputs, ``kv`` by whole key-value heads, experts by expert first; ``replicated`` not at all."""
     layer: int | None = None
     """The layer that the tensor belongs to; None for the embedding, the last norm and the head."""
     heads: int = 0

@@ -99,11 +99,6 @@ class HostsCommunicator:
         """The GPU memory that it holds."""
         return self._arena.nbytes + (self._local.held_bytes if self._local is not None else 0)
 
-    @property
-    def pinned_bytes(self) -> int:
-        """The host's memory that it holds."""
-        return self._pinned.nbytes
-
     def load(self, program: Program, *, dtype: torch.dtype | str, reduce: str, nbytes: int) -> HostsProgram:
         """Make a program ready for calls of one size; equal on all ranks.
 
