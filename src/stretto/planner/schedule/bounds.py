@@ -49,7 +49,15 @@ class PeriodBound:
 
 
 def lower_bound(problem: PlanProblem, *, serial: bool = False, counts: Sequence[OptionCount] = ()) -> PeriodBound:
-    """The largest of the bounds, valid for any options, orders and shifts; with `counts`, for options that have these.
+    """The largest of the bounds, valid for any options, orders and shifts.
+
+    Args:
+        problem: the problem.
+        serial: whether a place runs one task of a collective at a time.
+        counts: numbers of comm-ops to which options are held; the bound is then one for plans that have them.
+
+    Returns:
+        The bound.
 
     >>> from stretto.planner.example import figure6
     >>> bound = lower_bound(figure6())
