@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from stretto import Cluster, InvalidInput
 from stretto.programs.interpret import interpret
 from stretto.resharding import SYSTEMS, Layout, Mesh, ReshardPlan, Spec, Tensor, place, plan_reshard, plan_tensors
+from stretto.simulator import simulate
 
 P3 = Cluster.preset("p3_8xlarge", nodes=5)
 CASES = {
@@ -292,3 +293,13 @@ def test_a_search_says_where_it_gave_up() -> None:
     )
     assert "dfs: gave up after 50000 steps" in many.note and many.note in many.explain()
     assert not plan_reshard(src="(2,4) S0RR", dst="(2,4) S0RR", shape=PAPER, cluster=P3, strategy="broadcast").note
+
+
+def test_a_plan_keeps_the_timelines_that_it_was_chosen_by() -> None:
+    plan = plan_reshard(
+        src="(2,4) S0RR", dst="(2,4) RS0R", shape=(64, 64, 64), cluster=Cluster.preset("p3_8xlarge", nodes=4)
+    )
+    assert plan.program is not None and plan.timelines
+    for contention, kept in plan.timelines.items():
+        again = simulate(plan.program, plan.cluster, nbytes=plan.nbytes, contention=contention)
+        assert plan.simulate(contention) is kept and kept.end_us.tolist() == again.end_us.tolist()

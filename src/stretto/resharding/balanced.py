@@ -16,7 +16,7 @@ from ..cluster import Cluster
 from ..collectives import Collective
 from ..collectives.reshard import Reshard
 from ..programs import Program
-from ..simulator import simulate
+from ..simulator import Timeline, simulate
 from ..simulator.network import default_contention
 from ..synthesis.pacing import paced
 from .balance import sender_shares
@@ -60,6 +60,8 @@ class BalancedProgram:
     how: str
     worst_us: float
     """The longer of the program's times with fair and with fifo links."""
+    timelines: dict[str, Timeline]
+    """The program simulated, by contention, so that nobody has to do it again."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -134,12 +136,13 @@ def best_program(
             program = _program(hops, order, rank, collective)
             if pace == "paced":
                 program = paced(program, start[order], end[order])
-            lines = [simulate(program, cluster, nbytes=nbytes, contention=how) for how in both]
-            worst = max(lines, key=lambda line: line.total_us)
+            lines = {how: simulate(program, cluster, nbytes=nbytes, contention=how) for how in both}
+            worst = max(lines.values(), key=lambda line: line.total_us)
             if best is None or worst.total_us < best.worst_us * (1 - 1e-9):
                 best = BalancedProgram(
                     bundles=bundles, program=program, model_us=float(planned[1].max(initial=0.0)),
                     how=f"{way}{', ' * bool(pace)}{pace}", worst_us=worst.total_us,
+                    timelines=lines,
                 )  # fmt: skip
             tried += len(both) * len(start)
             if best.worst_us <= GOOD_ENOUGH * bound_us or tried > MAX_TRIED_HOPS:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -14,6 +14,7 @@ from ..collectives.reshard import Reshard, largest_buffer
 from ..errors import InvalidInput, unknown
 from ..programs import Program
 from ..simulator import Timeline, lower_bound, simulate
+from ..simulator.network import default_contention
 from ..units import check_seed, format_bytes, format_us
 from .assign import ORDERS, Assignment, assign, jobs_of
 from .balance import host_bound_us
@@ -74,6 +75,8 @@ class ReshardPlan:
     """Bytes of the largest buffer of any device, as the program's collective counts them."""
     note: str = ""
     """What the order's algorithm could not do: a depth-first search that gave up."""
+    timelines: Mapping[str, Timeline] = field(default_factory=dict)
+    """The program as it was simulated when it was chosen, by contention."""
 
     @cached_property
     def timeline(self) -> Timeline | None:
@@ -94,6 +97,9 @@ class ReshardPlan:
         """Simulate the program on the cluster, link by link; None if there is nothing to move."""
         if self.program is None:
             return None
+        known = self.timelines.get(contention or default_contention(self.cluster))
+        if known is not None and not load_slots:
+            return known
         return simulate(self.program, self.cluster, nbytes=self.nbytes, contention=contention, load_slots=load_slots)
 
     @cached_property
@@ -263,16 +269,18 @@ def plan_tensors(
     nbytes = largest_buffer(len(devices), [b.piece(rank) for b in whole])
     bound_us, reason = _bound(whole, cluster, hosts, rank, nbytes)
     bundles, program, model_us, note = list(whole), None, None, ""
+    timelines: dict[str, Timeline] = {}
     if strategy != OURS:
         bundles, program, model_us, note = _baseline(tasks, hosts, rank, strategy, how, concurrent, seed)
         how = "concurrent" if concurrent else how
     elif any(b.missing for b in whole):
         made = best_program(whole, cluster, hosts, rank, nbytes=nbytes, bound_us=bound_us)
         bundles, program, model_us, how = made.bundles, made.program, made.model_us, made.how
+        timelines = made.timelines
     return ReshardPlan(
         tensors=tuple(tensors), cluster=cluster, strategy=strategy, order=how, tasks=tasks, bundles=tuple(bundles),
         devices=devices, model_us=model_us, program=program, bound_us=bound_us,
-        bound_reason=reason, nbytes=nbytes, note=note,
+        bound_reason=reason, nbytes=nbytes, note=note, timelines=timelines,
     )  # fmt: skip
 
 
