@@ -142,7 +142,21 @@ class ShareSearch:
 
     @classmethod
     def of(cls, collective: Collective, cluster: Cluster, *, nbytes: float, alpha: str, seed: int) -> ShareSearch:
-        """The search for a task; raises `Infeasible` where it is not served."""
+        """The search for a task.
+
+        Args:
+            collective: An all-reduce with the standard layout.
+            cluster: The cluster.
+            nbytes: The size in bytes, > 0.
+            alpha: "pipelined" or "blocking".
+            seed: The seed of plans and of changes of shares.
+
+        Returns:
+            The search.
+
+        Raises:
+            Infeasible: The task is not served.
+        """
         require_direct_links(collective, cluster)
         return cls(collective, cluster, nbytes, alpha, seed)
 
