@@ -9,7 +9,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +87,16 @@ NO_JSON = {
 """Commands without numbers: they write a file of a form of its own, start something, or show what runs."""
 
 
-def commands() -> Iterator[tuple[str, Any]]:
+@cache
+def commands() -> list[tuple[str, Any]]:
     """Every command by the words that call it."""
+    found: list[tuple[str, Any]] = []
     for name, command in typer.main.get_group(app).commands.items():
         inner = getattr(command, "commands", {})
         if not inner or name == "plan":
-            yield name, command
-        yield from ((f"{name} {word}", one) for word, one in inner.items())
+            found.append((name, command))
+        found += ((f"{name} {word}", one) for word, one in inner.items())
+    return found
 
 
 def options(command: Any) -> dict[str, Any]:
@@ -130,11 +134,23 @@ def test_every_command_with_numbers_writes_them_as_json() -> None:
     assert {words for words, command in commands() if "--json" not in options(command)} == NO_JSON
 
 
-@pytest.mark.parametrize("words", LINES)
-def test_tables_fit_80_columns_and_nothing_is_cut_or_written_for_programmers(
-    words: str, files: dict[str, str], good: Run
+@pytest.mark.parametrize("words", sorted(LINES))
+def test_tables_fit_80_columns_and_json_is_all_there_is_and_the_same_as_in_a_file(
+    words: str, files: dict[str, str], good: Run, tmp_path: Path
 ) -> None:
-    text = good(*line_of(words, files))
+    path = tmp_path / "rows.json"
+    line = line_of(words, files)
+    text = good(*line, "--json", str(path))
+    assert f"wrote {path}\n" in text
+    check_text(text.replace(f"wrote {path}\n", ""))
+    printed = json.loads(good(*line, "--json", "-"))
+    assert printed
+    kept = json.loads(path.read_text())
+    assert set(kept) == set(printed) if isinstance(kept, dict) else len(kept) == len(printed)
+
+
+def check_text(text: str) -> None:
+    """Nothing in a table is cut, too wide, or written for programmers."""
     lines = [line.rstrip() for line in text.splitlines()]
     # Lines that one may copy, and those of sentences, may be longer; no line of a table is.
     tables = [line for line in lines if "  " in line.strip() and not line.startswith("next: ")]
@@ -142,19 +158,6 @@ def test_tables_fit_80_columns_and_nothing_is_cut_or_written_for_programmers(
     assert "…" not in text
     assert not re.search(r"<[A-Z]\w+ ", text), "the repr of an object"
     assert not re.search(r"\d[KMG]B\b", text.partition("next: ")[0]), "a size that is not printed as all others"
-
-
-@pytest.mark.parametrize("words", sorted(LINES))
-def test_json_to_standard_output_is_all_there_is_and_the_same_as_in_a_file(
-    words: str, files: dict[str, str], good: Run, tmp_path: Path
-) -> None:
-    path = tmp_path / "rows.json"
-    line = line_of(words, files)
-    printed = json.loads(good(*line, "--json", "-"))
-    assert printed
-    good(*line, "--json", str(path))
-    kept = json.loads(path.read_text())
-    assert set(kept) == set(printed) if isinstance(kept, dict) else len(kept) == len(printed)
 
 
 @pytest.mark.parametrize(("name", "short"), [("--cluster", "-c"), ("--bytes", "-b"), ("--output", "-o"),

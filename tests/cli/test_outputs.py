@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,7 @@ def commands() -> Iterator[tuple[str, Any]]:
         left += [(f"{words} {name}".strip(), inner) for name, inner in getattr(command, "commands", {}).items()]
 
 
+@cache
 def outputs() -> dict[str, tuple[str, Any, Output]]:
     """Every parameter that names an output, as ``command parameter``."""
     return {

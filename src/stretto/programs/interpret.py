@@ -39,6 +39,9 @@ OPERATIONS: dict[str, np.ufunc] = {
     "min": np.minimum,
 }
 POISON = np.array(np.nan)
+READS_LIST, WRITES_LIST, RECEIVES_LIST, SENDS_LIST = (
+    table.tolist() for table in (READS_SRC, WRITES_DST, RECEIVES, SENDS)
+)
 SHOWN_WAITS = 6
 
 
@@ -101,7 +104,7 @@ def check(lowered: Lowered, *, fifo_depth: int = 2, op: str = "sum", seed: int =
     outputs = interpret(lowered, inputs, fifo_depth=fifo_depth, op=op, seed=seed, chunk_elements=chunk_elements)
     for rank, (got, want) in enumerate(zip(outputs, expected_outputs(c, inputs, op=op), strict=True)):
         for position, (a, b) in enumerate(zip(got, want, strict=True)):
-            if not np.array_equal(np.broadcast_to(a, b.shape), b):
+            if a.shape != b.shape or not (a == b).all():
                 why = "was computed from memory nobody wrote" if np.isnan(a).any() else f"is {a}, not {b}"
                 chunk = c.outputs(rank)[position]
                 raise VerificationError(f"{lowered.name}: rank {rank} o[{position}] (chunk {chunk}) {why}")
@@ -136,8 +139,10 @@ def random_inputs(
             key = (int(c.in_chunk[at]), int(c.in_part[at]))
             if key not in parts:
                 size = elements[key[0]]
-                small = rng.choice([-1.0, 1.0, 2.0], size)
-                parts[key] = small if op == "prod" else rng.integers(-(1 << 20), 1 << 20, size).astype(float)
+                if op == "prod":
+                    parts[key] = rng.choice([-1.0, 1.0, 2.0], size)
+                else:
+                    parts[key] = rng.integers(-(1 << 20), 1 << 20, size).astype(float)
             row.append(parts[key])
         result.append(row)
     return result
@@ -193,12 +198,17 @@ class _Machine:
         for key in self.out_key + self.in_key:
             self.fifo.setdefault(key, deque())
         self.rank: list[int] = ranks
+        # Lists: reading one number of an array takes many times as long.
+        self.op: list[int] = x.op.tolist()
+        self.count: list[int] = x.count.tolist()
+        sides = (x.src_buf, x.src_off), (x.dst_buf, x.dst_off)
+        self.sides = {side: (b.tolist(), o.tolist()) for side, (b, o) in zip((INPUT, OUTPUT), sides, strict=True)}
 
     def run(self, rng: np.random.Generator) -> None:
         """Run every threadblock to its end, or raise."""
         x = self.x
-        op, dep_tb, dep_step = x.op.tolist(), x.dep_tb.tolist(), x.dep_step.tolist()
-        receives, sends = RECEIVES.tolist(), SENDS.tolist()
+        op, dep_tb, dep_step = self.op, x.dep_tb.tolist(), x.dep_step.tolist()
+        receives, sends = RECEIVES_LIST, SENDS_LIST
         sleepers: dict[Any, list[int]] = {}
         ready = rng.permutation(len(self.begin)).tolist()
         while ready:
@@ -242,14 +252,14 @@ class _Machine:
 
     def step(self, tb: int, k: int) -> None:
         """Execute instruction k of threadblock tb."""
-        x, op = self.x, int(self.x.op[k])
+        x, op = self.x, self.op[k]
         if op == NOP:
             return
-        count = int(x.count[k])
-        source = self.locate(tb, k, INPUT) if READS_SRC[op] else []
-        target = self.locate(tb, k, OUTPUT) if WRITES_DST[op] else []
+        count = self.count[k]
+        source = self.locate(tb, k, INPUT) if READS_LIST[op] else []
+        target = self.locate(tb, k, OUTPUT) if WRITES_LIST[op] else []
         mine = [self.memory[cell] for cell in source]
-        if RECEIVES[op]:
+        if RECEIVES_LIST[op]:
             value = self.fifo[self.in_key[tb]].popleft()
             if len(value) != count:
                 raise VerificationError(
@@ -263,15 +273,15 @@ class _Machine:
             value = mine
         for cell, piece in zip(target, value, strict=False):
             self.memory[cell] = piece
-        if SENDS[op]:
+        if SENDS_LIST[op]:
             self.fifo[self.out_key[tb]].append(value)
 
     def locate(self, tb: int, k: int, side: int) -> list[int]:
         """The memory cells that instruction k reads (side INPUT) or writes (side OUTPUT)."""
         x, rank = self.x, self.rank[tb]
-        buffers, offsets = (x.src_buf, x.src_off) if side == INPUT else (x.dst_buf, x.dst_off)
-        buffer, low = int(buffers[k]), int(offsets[k])
-        cells, high = self.cells[rank][buffer], low + int(x.count[k])
+        buffers, offsets = self.sides[side]
+        buffer, low = buffers[k], offsets[k]
+        cells, high = self.cells[rank][buffer], low + self.count[k]
         if low < 0 or high > len(cells):
             raise VerificationError(
                 f"{x.name}: {self.name_of(tb, k)} uses {BUFFERS[buffer]}[{low}..{high - 1}], "
