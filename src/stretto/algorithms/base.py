@@ -111,6 +111,13 @@ class Algorithm:
         return {p.name: p.default for p in keywords if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
+def _spread(values: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """As `np.broadcast_to`, which takes ten times as long where there is little or nothing to do."""
+    if values.shape == shape:
+        return values
+    return np.full(shape, values) if values.ndim == 0 else np.broadcast_to(values, shape)
+
+
 class Steps:
     """A collector of the messages of synchronous steps, added block by block, each block as one NumPy expression.
 
@@ -150,19 +157,24 @@ class Steps:
             "step": np.asarray(step, np.int64),
             "lane": np.asarray(lane, np.int16),
         }
-        shape = np.broadcast_shapes(chunk.shape[:-1], *(end.shape for end in ends.values()))
+        shapes = {chunk.shape[:-1], *(end.shape for end in ends.values())} - {()}
+        shape = shapes.pop() if len(shapes) == 1 else np.broadcast_shapes(*shapes)
         width = chunk.shape[-1]
-        table = np.broadcast_to(chunk, (*shape, width)).reshape(-1, width)
+        table = _spread(chunk, (*shape, width)).reshape(-1, width)
         present = table >= 0
-        widths = np.count_nonzero(present, axis=1)
-        flat = table.ravel() if present.all() else table[present]
-        sent = widths > 0
+        if width and present.all():
+            # The usual case, in which nothing has to be picked out.
+            sent, flat, widths = None, table.ravel(), np.full(len(table), width)
+        else:
+            widths = np.count_nonzero(present, axis=1)
+            sent, flat = widths > 0, table[present]
+            widths = widths[sent]
         for key, end in ends.items():
-            column = np.broadcast_to(end, shape).ravel()
-            self._columns[key].append(column if sent.all() else column[sent])
+            column = _spread(end, shape).ravel()
+            self._columns[key].append(column if sent is None else column[sent])
         self._columns["chunk"].append(flat)
-        self._columns["width"].append(widths[sent])
-        self._columns["reduce"].append(np.full(int(np.count_nonzero(sent)), reduce))
+        self._columns["width"].append(widths)
+        self._columns["reduce"].append(np.full(len(widths), reduce))
 
     def program(self, name: str, collective: Collective, order: Ints | None = None) -> Program:
         """Make the program from all messages that were added.

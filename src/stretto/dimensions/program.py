@@ -210,7 +210,7 @@ class _Messages:
             lines = math.prod(self.sizes) // self.sizes[dim]
             for at, (src, _, _) in enumerate(way):
                 tag = [position * self.longest + at, position, side, at, len(way)]
-                self.tags.append(np.tile(tag, (len(src) * lines, 1)))
+                self.tags.append(np.broadcast_to(tag, (len(src) * lines, len(tag))))
 
     def _add(
         self, rounds: Iterable[Round], pieces: NDArray[np.int64], dim: int, fixed: set[int], first: int, *, reduce: bool
