@@ -69,3 +69,9 @@ def test_other_makers_are_asked_only_where_links_differ(cluster: str, fills: boo
     for kind in KINDS:
         wanted = COLLECTIVES[kind](machine.num_devices)
         assert direct_fills_links(SynthesisProblem(collective=wanted, cluster=machine, nbytes=1e6)) is fills
+
+
+def test_trees_are_tried_where_links_differ_even_without_time() -> None:
+    cluster = Cluster.preset("ndv2")
+    found = synthesize(AllGather(8, in_place=True), cluster, 1e9, runtime=RUNTIME, budget_s=1e-3, cache=False)
+    assert found.program.name.startswith("loop_trees") and found.certificate.cut

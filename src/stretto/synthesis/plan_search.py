@@ -41,6 +41,8 @@ MAX_PACKETS = 4.5e6
 """The most bytes of all ranks together for which packets, which take twice the room, are tried."""
 TREES_FROM = 8e6
 """From so many bytes on, trees in loops are tried where links differ."""
+FIRST_TREES = 2
+"""The programs of trees that are tried whatever time is left: the direct algorithm alone would be far slower there."""
 FEWEST_STEPS = 0.8
 """Below `TREES_FROM`, where steps are what a call costs, other programs replace the direct one from so much less time
 on: prices were fitted to direct ones."""
@@ -91,8 +93,8 @@ def search_plans(
         search.widen(made)
     left_out = 0
     if problem.nbytes > TREES_FROM and not direct_fills_links(problem):
-        for made, forms in _trees(problem, search.most_blocks):
-            if time.monotonic() > deadline and search.best is not None:
+        for at, (made, forms) in enumerate(_trees(problem, search.most_blocks)):
+            if time.monotonic() > deadline and at >= FIRST_TREES:
                 left_out += 1
                 break
             search.widen(made, forms)
