@@ -79,3 +79,10 @@ def test_what_contributing_names_is_there() -> None:
     assert {name for name in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M)} <= targets
     for path in re.findall(r"`((?:src|tests|docs|scripts|native)/[\w/.]+)`|\]\(([\w/.]+)\)", text):
         assert "NAME" in "".join(path) or (ROOT / "".join(path)).exists(), path
+
+
+def test_pages_name_the_tag_of_the_wheels() -> None:
+    glibc = re.search(r'^GLIBC = "(.+)"', (ROOT / "scripts" / "make-wheels").read_text(), re.MULTILINE)
+    assert glibc is not None
+    for page in ("README.md", "docs/tutorial.md"):
+        assert set(re.findall(r"manylinux_(\d+_\d+)", (ROOT / page).read_text())) == {glibc[1].replace(".", "_")}, page
