@@ -3,7 +3,7 @@
 
 Arguments: a folder, and the token of the Ray cluster. The search on the head has tasks for two nodes. One of them never
 ends; its node's number is printed, so that the test can take that node off the network. At last the head prints what
-became of each task.
+became of each task. Before, it prints `nodes 3` when all are there, or `late` where Ray has given up three times.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 PORT = 26379
+STARTS, STARTED = 3, b"Ray runtime started"
+"""How often the head is started, and what Ray says when it has."""
 START = ["-m", "ray.scripts.scripts", "start", "--disable-usage-stats", "--block"]
 
 
@@ -58,7 +60,18 @@ def node(head: str, rank: int, folder: Path) -> subprocess.Popen[bytes]:
     if rank:
         there = ["--address", f"{head}:{PORT}", "--num-cpus=1"]
     with (folder / f"ray{rank}.log").open("wb") as log:
-        return subprocess.Popen([sys.executable, *START, *there, *mine], stdout=log, stderr=log)
+        return subprocess.Popen([sys.executable, "-u", *START, *there, *mine], stdout=log, stderr=log)
+
+
+def head_node(head: str, folder: Path) -> subprocess.Popen[bytes] | None:
+    """Start Ray's head; None where Ray has given up as often as it may: on a busy machine its 30 s are too few."""
+    for _ in range(STARTS):
+        ray = node(head, 0, folder)
+        while ray.poll() is None:
+            if STARTED in (folder / "ray0.log").read_bytes():
+                return ray
+            time.sleep(0.2)
+    return None
 
 
 def search(head: str, folder: Path) -> dict[str, Any]:
@@ -123,19 +136,15 @@ def main() -> None:
                 if probe.connect_ex((head, PORT)) == 0:
                     break
             time.sleep(0.2)
-    ray = node(head, rank, folder)
+    ray = node(head, rank, folder) if rank else head_node(head, folder)
+    if ray is None:
+        print("late", flush=True)
+        return
     try:
-        if rank:
-            # On a busy machine Ray gives up after 30 s of starting.
-            while ray.wait():
-                ray = node(head, rank, folder)
-            return
-        while True:
-            with socket.socket() as probe:
-                if probe.connect_ex((head, PORT)) == 0:
-                    break
-            time.sleep(0.2)
-        print(f"found {json.dumps(search(head, folder))}", flush=True)
+        while rank and ray.wait():
+            ray = node(head, rank, folder)
+        if not rank:
+            print(f"found {json.dumps(search(head, folder))}", flush=True)
     finally:
         ray.terminate()
         ray.wait(60)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the C++ modules from the folder STRETTO_SANITIZED instead of the installed ones, in every Python of a test run.
+"""Loads C++ modules from the folder STRETTO_SANITIZED instead of the installed ones, in every Python of a test run.
 
 `scripts/test-sanitized` puts this folder on PYTHONPATH. Python imports a module of this name when it starts.
 """
@@ -18,14 +18,15 @@ from types import ModuleType
 class SanitizedModules:
     """Finds our C++ modules."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, modules: Sequence[str]) -> None:
         self._folder = folder
+        self._names = [f"stretto.{module}" for module in modules]
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Where a module is; None for all that are not ours."""
-        if name not in ("stretto._native", "stretto._executor"):
+        if name not in self._names:
             return None
         found = importlib.machinery.PathFinder.find_spec(name, [self._folder], target)
         if found is None:
@@ -44,5 +45,6 @@ def set_report_path(library: str, path: str) -> None:
 if "STRETTO_UNDEFINED_REPORTS" in os.environ:
     set_report_path("libubsan.so.1", os.environ["STRETTO_UNDEFINED_REPORTS"])
 if "STRETTO_SANITIZED" in os.environ:
+    modules = os.environ["STRETTO_SANITIZED_MODULES"].split()
     # Before the finder of an editable installation, which comes first otherwise.
-    sys.meta_path.insert(0, SanitizedModules(os.environ["STRETTO_SANITIZED"]))
+    sys.meta_path.insert(0, SanitizedModules(os.environ["STRETTO_SANITIZED"], modules))
