@@ -67,8 +67,9 @@ CASES: dict[str, tuple[str, ...]] = {
     "pipeline export": ("1f1b", "-o", "{target}.csv", "--workload", "{workload}.yaml"),
     "pipeline meshes": (
         "gpt", "-c", "p3_8xlarge:2", "--stages", "2", "--microbatches", "2", "--layouts", "1", "-o", "{target}.csv",
+        "--html", "{html}.html",
     ),
-    "pipeline search": ("--stages", "2", "--microbatches", "2", "-o", "{target}.csv"),
+    "pipeline search": ("--stages", "2", "--microbatches", "2", "-o", "{target}.csv", "--html", "{html}.html"),
     "pipeline show": ("1f1b", "--stages", "2", "--microbatches", "2", "--html", "{html}.html"),
     "pipeline simulate": (
         "--stages", "2", "--microbatches", "2", "--schedules", "1f1b", "--json", "{rows}.json", "--html",
