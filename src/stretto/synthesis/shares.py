@@ -268,7 +268,7 @@ def leveled(rate: Floats) -> Floats:
     Returns:
         The shares; they add up to one.
 
-    >>> leveled(np.array([1.0, 1.0, 2.0])).tolist()
+    >>> leveled(np.array([1.0, 1.0, 2.0])).round(9).tolist()
     [0.5, 0.5, 0.0]
     """
     low, high = 0.0, 1.0 / float(rate.min())
