@@ -21,6 +21,8 @@ from typing import Any
 PORT = 26379
 STARTS, STARTED = 3, b"Ray runtime started"
 """How often the head is started, and what Ray says when it has."""
+NODES_S = 240.0
+"""How long Ray's nodes may take to come together."""
 START = ["-m", "ray.scripts.scripts", "start", "--disable-usage-stats", "--block"]
 
 
@@ -74,8 +76,8 @@ def head_node(head: str, folder: Path) -> subprocess.Popen[bytes] | None:
     return None
 
 
-def search(head: str, folder: Path) -> dict[str, Any]:
-    """Both nodes get a task; the answer says what became of them."""
+def search(head: str, folder: Path) -> dict[str, Any] | None:
+    """Both nodes get a task; the answer says what became of them. None where Ray's nodes have not come together."""
     import stretto as st
     from stretto.synthesis import backends
     from stretto.synthesis.attempts import Board
@@ -91,9 +93,11 @@ def search(head: str, folder: Path) -> dict[str, Any]:
     ]
     with backends.backend("ray", jobs=2, address=f"{head}:{PORT}") as start:
         ray = import_module("ray")
+        until = time.monotonic() + NODES_S
         while sum(one["Alive"] for one in ray.nodes()) < 3:
+            if time.monotonic() > until:
+                return None
             time.sleep(0.2)
-        print("nodes 3", flush=True)
 
         def began(request: bytes, tell: Any) -> Any:
             far = start(request, tell)
@@ -144,7 +148,8 @@ def main() -> None:
         while rank and ray.wait():
             ray = node(head, rank, folder)
         if not rank:
-            print(f"found {json.dumps(search(head, folder))}", flush=True)
+            answer = search(head, folder)
+            print("late" if answer is None else f"found {json.dumps(answer)}", flush=True)
     finally:
         ray.terminate()
         ray.wait(60)

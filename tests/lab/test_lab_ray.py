@@ -50,8 +50,8 @@ def test_a_node_that_is_lost_in_mid_search_costs_its_candidates_only() -> None:
             job = lab.start([sys.executable, str(JOB), folder, secrets.token_hex(16)], on_line=heard)
             job.wait(LIMIT_S, keep_going=True)
         logs = "\n".join(path.read_text()[-2000:] for path in Path(folder).glob("ray*.log"))
-    if "0 nodes 3" not in said:
-        pytest.skip("Ray did not start within its limit of 30 s, nor three nodes within ours: too busy a machine")
+    if "0 late" in said:
+        pytest.skip("Ray itself gave up its start three times, or its nodes did not come together: too busy a machine")
     assert found, "\n".join(said[-20:]) + logs
     assert lost and lost[0] in (1, 2)
     assert list(found[0]["reasons"]) == ["stuck"]
