@@ -3,16 +3,21 @@
 
 Every case runs in a lab (two hosts; all ranks may share one GPU, under MPS). `nccl_ms` and `gloo_ms` are the script by
 itself, `own_ms` is the same NCCL inside of `stretto run`, measured in turns with `plan_ms`: `gain` is the median over
-the pairs of blocks, `low` and `high` bound it with 95 % confidence (bootstrap).
+the pairs of blocks, `low` and `high` bound it with 95 % confidence (bootstrap). `identity_percent` is what a plan that
+does what the application does costs over NCCL, `recording_percent` what recording does, both in turns like the plan.
 `losses_off` compares, relatively, the first iterations from the begin of the plan on with the same ones, from the same
 parameters, on NCCL itself. `least_ms` is what no way can be
 below: the compute of the recorded step, or its bytes that must cross an uplink; `allows` is `own_ms` over that.
-Scripts are run one after the other in one start of the ranks; with little time only the first ones.
+
+The scripts by themselves are run in one start of the ranks; under `stretto run` every case has a start of its own, so
+that one that fails takes none with it. The next one is started, and waits, when the one before has measured. What was
+measured is in the folder of `--keep` as soon as it is, and `--show` makes the table of it.
 `--device cpu` runs the same on gloo and CPUs, to try the benchmark. `--cases`, `--ranks`, `--uplink` choose.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import random
@@ -28,60 +33,73 @@ from typing import Any
 
 import msgspec
 from common import Row, common_options, finish
-from gpu_jobs_rank import BLOCK, MODELS, TRIAL
+from gpu_jobs_rank import MODELS
+from gpu_jobs_turns import OWN, PARTS
 
 RANK = Path(__file__).with_name("gpu_jobs_rank.py")
-STEPS, ALONE, GLOO = 420, 60, 12
-"""Iterations: under `stretto run` at most, of the script alone, and with gloo."""
-WARM = 5
-LEAST_S, END_S = 5.0, 6.0
-"""A run with less time than this is not begun; a run under `stretto run` ends so long before its limit, if it can."""
+STEPS, ALONE = 2000, 40
+"""Iterations: under `stretto run` at most, and of the script alone."""
+WARM = 8
+END_S = 4.0
+"""A run ends so long before its limit, if it can."""
 DRAWS = 2000
-CALLS = {
-    "resnet-ddp": {"all_reduce", "broadcast"}, "gpt-fsdp2": {"all_gather", "reduce_scatter"},
-    "dlrm": {"all_reduce", "all_to_all"},
-}  # fmt: skip
-"""The collectives of models that do more than sum gradients."""
+TICK_S = 0.1
 
 
-def lab(ranks: int, uplink: str) -> list[str]:
+def lab(args: Any) -> list[str]:
     """Runs what follows on every rank."""
-    return [sys.executable, "-m", "stretto", "lab", "run", "--hosts", "2", "--ranks", str(ranks), "--uplink", uplink,
-            "--"]  # fmt: skip
+    return [sys.executable, "-m", "stretto", "lab", "run", "--hosts", "2", "--ranks", str(args.ranks), "--uplink",
+            args.uplink, "--"]  # fmt: skip
 
 
-def run(command: list[str], args: Any, log: Path, **environment: str) -> str:
-    """Run a command in a session of its own; what went wrong, if anything.
+class Run:
+    """A command in a session of its own, whose ranks wait until it is released."""
 
-    A client of MPS has few queues of the GPU unless it asks for more: kernels of a backward pass would stand behind a
-    sum that waits for the one before it.
-    """
-    limit_s = min(args.limit, args.until - time.monotonic())
-    if limit_s < LEAST_S:
-        return "no time left"
-    shared = {
-        "OMP_NUM_THREADS": "1", "NCCL_SOCKET_IFNAME": "eth", "NCCL_MAX_NCHANNELS": "2",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "16",
-    }  # fmt: skip
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, env=os.environ | shared | environment, stdout=out, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)
-            time.sleep(2.0)
-            code = -1
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    if code == 0:
-        return ""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line or "rror:" in line]
-    return f"timed out after {limit_s:.0f} s" if code == -1 else (lines[-1:] or [f"exit code {code}"])[0][-200:]
+    def __init__(self, command: list[str], where: Path, name: str, **environment: str) -> None:
+        self._log, self._hold = where / f"{name}.log", where / f"{name}.go"
+        self._hold.unlink(missing_ok=True)
+        # A client of MPS has few queues of the GPU unless it asks for more: kernels of a backward pass would stand
+        # behind a sum that waits for the one before it. Compiled code is shared by all ranks and runs.
+        shared = {
+            "OMP_NUM_THREADS": "1", "NCCL_SOCKET_IFNAME": "eth", "NCCL_MAX_NCHANNELS": "2",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "16", "TORCHINDUCTOR_COMPILE_THREADS": "4",
+            "TORCHINDUCTOR_CACHE_DIR": str(where.parent / "compiled"), "HOLD": str(self._hold),
+        }  # fmt: skip
+        with self._log.open("wb") as out:
+            self._process = subprocess.Popen(
+                command, env=os.environ | shared | environment, stdout=out, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+        self._until = 0.0
+        # What was started ends with this process.
+        atexit.register(self.end)
+
+    def release(self, limit_s: float) -> None:
+        """Let the ranks begin, and end in time."""
+        self._until = time.time() + limit_s
+        part = self._hold.with_suffix(".part")
+        part.write_text(str(self._until - END_S))
+        part.rename(self._hold)
+
+    def over(self) -> bool:
+        """Whether it has ended, or must."""
+        return self._process.poll() is not None or time.time() > self._until
+
+    def end(self) -> str:
+        """What went wrong, if anything; nothing of it runs afterwards."""
+        code = self._process.poll()
+        if code is None:
+            os.killpg(self._process.pid, signal.SIGTERM)
+            try:
+                self._process.wait(3.0)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+            return "timed out"
+        if code == 0:
+            return ""
+        lines = [line for line in self._log.read_text(errors="replace").splitlines() if "rror:" in line]
+        return (lines[-1:] or [f"exit code {code}"])[0][-200:]
 
 
 def told(folder: Path, model: str) -> list[dict[str, Any]]:
@@ -89,38 +107,68 @@ def told(folder: Path, model: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{model}-[0-9].json"))]
 
 
-def alone(backend: str, steps: int, args: Any, where: Path) -> str:
-    """All scripts by themselves; what went wrong, if anything."""
-    folder = where / backend
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [*lab(args.ranks, args.uplink), sys.executable, str(RANK), args.cases, str(folder), str(steps)]
-    return run(command, args, where / f"{backend}.log", BACKEND=backend)
+def run_alone(args: Any, where: Path) -> None:
+    """All scripts by themselves, with NCCL and with gloo."""
+    backends = "cpu" if args.device == "cpu" else "nccl,gloo"
+    (where / "alone").mkdir(parents=True, exist_ok=True)
+    command = [*lab(args), sys.executable, str(RANK), args.cases, str(where / "alone"), str(ALONE)]
+    run = Run(command, where, "alone", BACKEND=backends)
+    run.release(args.limit_alone)
+    while not run.over():
+        time.sleep(TICK_S)
+    print(f"alone: {run.end() or 'done'}", file=sys.stderr, flush=True)
 
 
-def under(backend: str, args: Any, where: Path) -> str:
-    """All scripts under `stretto run`; what went wrong, if anything."""
-    folder = where / "run"
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "stretto", "run", "--budget", str(args.budget), "--json", str(where / "run.json")]
-    command += ["--", *lab(args.ranks, args.uplink), sys.executable, str(RANK), args.cases, str(folder), str(STEPS)]
-    more = {"STRETTO_CARRIER": "gloo"} if backend == "cpu" else {}
-    (where / "plans").mkdir(mode=0o700, exist_ok=True)
-    more["STRETTO_PLANS"] = str(where / "plans")
-    limit_s = min(args.limit, args.until - time.monotonic())
-    more["DEADLINE"] = str(time.time() + limit_s - END_S)
-    return run(command, args, where / "run.log", BACKEND=backend, PAIRS=str(args.pairs), **more)
+def started(model: str, args: Any, where: Path) -> Run:
+    """A case under `stretto run`, whose ranks wait."""
+    folder = where / model
+    (folder / "plans").mkdir(parents=True, mode=0o700, exist_ok=True)
+    for old in (*folder.glob("*.json"), *folder.glob("plans/*.json")):
+        old.unlink()
+    command = [sys.executable, "-m", "stretto", "run", "--budget", str(args.budget), "--json", str(folder / "run.json")]
+    command += ["--", *lab(args), sys.executable, str(RANK), model, str(folder), str(STEPS)]
+    more = {"STRETTO_CARRIER": "gloo"} if args.device == "cpu" else {}
+    return Run(
+        command, where, model, BACKEND="cpu" if args.device == "cpu" else "nccl", PAIRS=str(args.pairs),
+        STRETTO_PLANS=str(folder / "plans"), **more,
+    )  # fmt: skip
 
 
-def kept_plan(where: Path, model: str) -> Any:
-    """The plan that a model has left, known by its collectives; None where it has left none."""
+def measured(folder: Path, model: str) -> bool:
+    """Whether a case has nothing left but to repeat iterations on NCCL."""
+    ranks = told(folder, model)
+    return bool(ranks) and "trained_s" in ranks[0]
+
+
+def run_cases(args: Any, where: Path) -> list[Row]:
+    """Every case in a start of its own, the next one started while the last repeats iterations."""
+    models, rows = args.cases.split(","), []
+    until = time.time() + args.total
+    following: Run | None = None
+    for at, model in enumerate(models):
+        run, following = following or started(model, args, where), None
+        begun = time.time()
+        run.release(min(args.limit, until - time.time()))
+        while not run.over():
+            time.sleep(TICK_S)
+            if following is None and at + 1 < len(models) and until - time.time() > END_S:
+                following = started(models[at + 1], args, where) if measured(where / model, model) else None
+        print(f"{model}: {run.end() or 'done'}, {time.time() - begun:.0f} s", file=sys.stderr, flush=True)
+        rows.append(case(model, where, args))
+        with (where / "rows.jsonl").open("a") as file:
+            print(json.dumps(rows[-1]), file=file)
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    return rows
+
+
+def kept_plan(folder: Path) -> Any:
+    """The plan that a case has left, with its workload; None where it has left none."""
     from stretto.control.kept_plans import KeptPlan
     from stretto.control.messages import decode_captured
 
-    for path in sorted((where / "plans").glob("*.plan.json")):
+    for path in sorted(folder.glob("plans/*.plan.json")):
         kept = msgspec.json.decode(path.read_bytes(), type=KeptPlan)
-        workload, _ = decode_captured(kept.captured)
-        if {op.kind for op in workload.comm_ops} == CALLS.get(model, {"all_reduce"}):
-            return kept, workload
+        return kept, decode_captured(kept.captured)[0]
     return None
 
 
@@ -136,11 +184,11 @@ def least_ms(workload: Any, ranks: int, uplink: str) -> float:
     return float(max(crossing / bytes_per_ms, compute_us / 1e3))
 
 
-def medians_ms(ranks: list[dict[str, Any]], begins: str = "") -> float | None:
+def medians_ms(ranks: list[dict[str, Any]], label: str = "") -> float | None:
     """The median over iterations of the slowest rank's time, of iterations that ran so."""
     slowest = by_iteration(ranks)
     runs = ranks[0]["runs"] if ranks else []
-    times = [ms for at, ms in enumerate(slowest) if at >= WARM and (not begins or runs[at].startswith(begins))]
+    times = [ms for at, ms in enumerate(slowest) if at >= WARM and (not label or runs[at] == label)]
     return median(times) if times else None
 
 
@@ -148,22 +196,18 @@ def by_iteration(ranks: list[dict[str, Any]]) -> list[float]:
     return [max(each) for each in zip(*(rank["times_ms"] for rank in ranks), strict=False)]
 
 
-def pairs_of(ranks: list[dict[str, Any]]) -> list[tuple[float, float, float]]:
-    """For each trial the median times of the plan around it, of the job's own backend in it, and of ours in it."""
-    slowest, runs = by_iteration(ranks), ranks[0]["runs"]
-    first = next((at for at, ran in enumerate(runs) if ran.startswith(("plan", "trial"))), len(runs))
-    found = []
-    for begin in range(first, len(slowest), BLOCK + TRIAL):
-        block = range(begin, min(begin + BLOCK + TRIAL, len(slowest)))
-        # The first iterations under the plan after a change do not count.
-        times = [
-            [slowest[at] for at in block if runs[at].startswith(kind) and (kind != "plan" or at - begin >= 2)]
-            for kind in ("plan", "trial own", "trial ours")
-        ]
-        if all(len(each) >= 4 for each in times):
-            plan, own, ours = (median(each) for each in times)
-            found.append((plan, own, ours))
-    return found
+def pairs_of(ranks: list[dict[str, Any]], part: str) -> list[tuple[float, float]]:
+    """The median times of each pair of blocks: of what is measured, and of the job's own backend behind it."""
+    blocks: list[tuple[str, list[float]]] = []
+    before = ""
+    for ms, label in zip(by_iteration(ranks), ranks[0]["runs"] if ranks else [], strict=False):
+        if label in (part, part + OWN):
+            if label != before:
+                blocks.append((label, []))
+            blocks[-1][1].append(ms)
+        before = label
+    turns = zip(blocks[::2], blocks[1::2], strict=False)
+    return [(median(some), median(others)) for (name, some), (own, others) in turns if name == part and own != part]
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
@@ -184,29 +228,26 @@ def losses_off(ranks: list[dict[str, Any]]) -> float | None:
 
 def case(model: str, where: Path, args: Any) -> Row:
     """What was measured of a script under `stretto run`, and alone."""
-    backend = "nccl" if args.device == "cuda" else "cpu"
     row: Row = {"case": f"{model} 2x{args.ranks} {args.uplink}"}
-    plain, with_gloo = told(where / backend, model), told(where / "gloo", model)
-    row["nccl_ms"], row["gloo_ms"] = medians_ms(plain), medians_ms(with_gloo)
-    if args.alone:
-        return row
-    ran = told(where / "run", model)
-    found = pairs_of(ran) if ran and ran[0]["runs"] else []
-    kept = kept_plan(where, model)
-    row["own_ms"] = median(own for _, own, _ in found) if found else medians_ms(ran, "own") if ran else None
-    row["plan_ms"] = median(plan for plan, _, _ in found) if found else None
+    backend = "nccl" if args.device == "cuda" else "cpu"
+    row["nccl_ms"], row["gloo_ms"] = (
+        medians_ms(told(where / "alone" / name, model) or told(where / "alone", model)) for name in (backend, "gloo")
+    )
+    ran = told(where / model, model)
+    kept = kept_plan(where / model)
+    found, identity, recorded = (pairs_of(ran, part) for part in PARTS)
+    row["own_ms"] = median(own for _, own in found) if found else medians_ms(ran, "own")
+    row["plan_ms"] = median(plan for plan, _ in found) if found else None
     row["predicted_ms"] = kept[0].answer.iteration_us / 1e3 if kept is not None else None
     row["pairs"] = len(found)
-    if found:
-        row["gain"] = median(own / plan for plan, own, _ in found)
-        row["low"], row["high"] = interval([own / plan for plan, own, _ in found])
-        row["backend_percent"] = 100 * (median(ours / own for _, own, ours in found) - 1)
+    row["gain"] = median(own / plan for plan, own in found) if found else None
+    row["low"], row["high"] = interval([own / plan for plan, own in found]) if found else (None, None)
     row["least_ms"] = least = least_ms(kept[1], args.ranks, args.uplink) if kept is not None else None
-    own_ms = row["own_ms"]
-    row["allows"] = own_ms / least if least and isinstance(own_ms, float) else None
-    before = medians_ms(ran, "own") if ran and ran[0]["runs"] else None
-    recorded = medians_ms(ran, "recording") if before else None
-    row["recording_percent"] = 100 * (recorded / before - 1) if recorded and before else None
+    row["allows"] = row["own_ms"] / least if least and row["own_ms"] else None
+    for name, pairs in (("identity", identity), ("recording", recorded)):
+        ratios = [100 * (some / own - 1) for some, own in pairs]
+        row[f"{name}_percent"] = median(ratios) if ratios else None
+        row[f"{name}_low"], row[f"{name}_high"] = interval(ratios) if ratios else (None, None)
     row["losses_off"] = losses_off(ran)
     return row
 
@@ -216,36 +257,28 @@ def main() -> None:
     parser = common_options(__doc__)
     parser.add_argument("--cases", default=",".join(MODELS), help="models, separated by commas")
     parser.add_argument("--ranks", type=int, default=2, help="of each host")
-    parser.add_argument("--uplink", default="2gbit")
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--budget", type=float, default=4.0, help="seconds for the planner")
-    parser.add_argument("--limit", type=float, default=100.0, help="seconds for each run")
-    parser.add_argument("--total", type=float, default=1e6, help="seconds for all runs together")
+    parser.add_argument("--uplink", default="3gbit")
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--budget", type=float, default=1.0, help="seconds for the planner")
+    parser.add_argument("--limit", type=float, default=75.0, help="seconds for each case")
+    parser.add_argument("--limit-alone", type=float, default=100.0, help="seconds for the scripts by themselves")
+    parser.add_argument("--total", type=float, default=1e6, help="seconds for all cases under `stretto run`")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--gloo", action="store_true", help="with gloo, too")
-    parser.add_argument("--alone", action="store_true", help="the scripts by themselves, and nothing else")
-    parser.add_argument("--only-run", action="store_true", help="not the scripts by themselves; see --keep")
-    parser.add_argument("--keep", type=Path, help="leave logs and times there, and take what is there")
+    parser.add_argument("--only", choices=("alone", "run"), help="the scripts by themselves, or not those")
+    parser.add_argument("--show", action="store_true", help="run nothing, make the table of what is in --keep")
+    parser.add_argument("--keep", type=Path, help="leave logs and times there")
     args = parser.parse_args()
     args.pairs = 1 if args.quick else args.pairs
-    args.until = time.monotonic() + args.total
-    # What was started ends with this.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory() as name:
-        where = (args.keep or Path(name)) / f"2x{args.ranks}"
+        where = (args.keep or Path(name)).resolve() / f"2x{args.ranks}"
         where.mkdir(parents=True, exist_ok=True)
-        backends = [] if args.only_run else ["nccl" if args.device == "cuda" else "cpu"]
-        backends += ["gloo"] if args.gloo and args.device == "cuda" else []
-        for backend in backends:
-            wrong = alone(backend, GLOO if backend == "gloo" else ALONE, args, where)
-            print(f"{backend} alone: {wrong or 'done'}", file=sys.stderr, flush=True)
-        if not args.alone:
-            wrong = under("nccl" if args.device == "cuda" else "cpu", args, where)
-            print(f"under stretto run: {wrong or 'done'}", file=sys.stderr, flush=True)
-        rows = []
-        for model in args.cases.split(","):
-            rows.append(case(model, where, args))
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+        if args.only != "run" and not args.show:
+            run_alone(args, where)
+        if args.show or args.only == "alone":
+            rows = [case(model, where, args) for model in args.cases.split(",")]
+        else:
+            rows = run_cases(args, where)
     finish(rows, args, title="Unchanged jobs on GPUs")
 
 

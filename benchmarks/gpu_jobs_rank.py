@@ -3,9 +3,9 @@
 
 MODELS names what it can train; several, separated by commas, are trained one after the other. BACKEND is nccl (tensors
 on the GPU), gloo (the same tensors) or cpu (gloo, small models on the CPU, to try the script without a GPU). Every rank
-writes its losses and the time of each iteration to the folder. With PAIRS=N, under `stretto run`, a plan that has
-become active is set aside again and again, so that N pairs of blocks are measured in turns, and what ran each iteration
-is written, too; nothing else here knows of Stretto.
+writes its losses and the time of each iteration to the folder. With PAIRS=N, under `stretto run`, one model is trained
+and measured in turns (gpu_jobs_turns.py), and what ran each iteration is written, too; nothing else here knows of
+Stretto. With HOLD=FILE everything is imported, and then the file is waited for, which says when to end.
 """
 
 from __future__ import annotations
@@ -22,18 +22,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_jobs_turns import Turns
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-BLOCK, TRIAL = 8, 20
-"""Iterations under the plan between two trials, and of a trial."""
-LOOK = 16
-"""Iterations between two looks at the clock while there is no plan."""
 REFERENCE = 24
 """Iterations from the begin of the plan on that are repeated with NCCL itself, to compare losses."""
-LEAST_S, REFERENCE_S = 30.0, 5.0
-"""With less time than this no further model is begun; what repeating one's iterations takes."""
+GLOO_STEPS = 12
 LITTLE = os.environ.get("BACKEND") == "cpu"
 WIDTH, LAYERS, BATCH, SEQUENCE, VOCABULARY = (128, 2, 1, 16, 512) if LITTLE else (256, 4, 8, 128, 2048)
 TABLES, ROWS, EMBEDDED, SAMPLES, DENSE = (10, 100, 16, 256, 256) if LITTLE else (10, 1000, 64, 2048, 1024)
@@ -226,140 +222,125 @@ class Job:
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-class Pairs:
-    """Under `stretto run`: what runs each iteration, and plans that are set aside again and again."""
-
-    def __init__(self, count: int, deadline_s: float) -> None:
-        self._count = count
-        self.first = -1
-        self.kept: list[torch.Tensor] = []
-        """Parameters and buffers when the plan became active."""
-        self._deadline_s, self._looked_s = deadline_s, time.time()
-
-    def runs(self, step: int) -> str:
-        """What runs the iteration that begins: "recording", "own", "backend", "plan" or, in a trial, who instead."""
-        from stretto.runtime.enforcer.trial import SETTLED, PlainTrial
-        from stretto.runtime.torch_backend.current import CURRENT
-        from stretto.runtime.torch_backend.own_backend import OWN_BACKEND
-        from stretto.runtime.torch_backend.watch import WATCH
-
-        enforcer: Any = CURRENT.enforcer
-        plan = enforcer.report().number if enforcer is not None else 0
-        if not plan:
-            if type(WATCH.current).__name__ == "Hooks":
-                return "recording"
-            return "own" if OWN_BACKEND.runs else "backend"
-        if self.first < 0:
-            self.first = step
-        if (step - self.first) % (BLOCK + TRIAL) == BLOCK:
-            enforcer._trial = PlainTrial(enforcer._iteration - SETTLED)
-        trial = enforcer._trial
-        side = trial.side(enforcer._iteration) if trial is not None else None
-        if side is None:
-            return f"plan {plan}"
-        return f"trial {side}" if trial.counts(enforcer._iteration) else "change"
-
-    def done(self, step: int) -> bool:
-        """Whether enough pairs were measured, or the time is over: rank 0 decides, where a pair ends."""
-        if self.first >= 0 and step - self.first >= self._count * (BLOCK + TRIAL):
-            return True
-        every, begin = (BLOCK + TRIAL, self.first) if self.first >= 0 else (LOOK, 0)
-        if self._deadline_s == float("inf") or step == begin or (step - begin) % every:
-            return False
-        store: Any = dist.distributed_c10d._get_default_store()
-        if dist.get_rank() == 0:
-            # One more pair takes as long as the last.
-            late = time.time() + (time.time() - self._looked_s if self.first >= 0 else 0.0) > self._deadline_s
-            self._looked_s = time.time()
-            store.set(f"late/{step}", str(int(late)))
-        return bool(store.get(f"late/{step}") == b"1")
-
-
 def main() -> None:
-    """Train, and write what it took."""
+    """Train, and write what it took: under `stretto run` one model, else several, on one backend after the other."""
     names, folder, steps = sys.argv[1].split(","), Path(sys.argv[2]), int(sys.argv[3])
-    backend = os.environ.get("BACKEND", "nccl")
-    device = torch.device("cpu" if backend == "cpu" else "cuda:0")
+    backends = os.environ.get("BACKEND", "nccl").split(",")
     torch.set_num_threads(1)
     # Several ranks on one GPU work with NCCL when each believes to be on a host of its own.
     os.environ.setdefault("NCCL_HOSTID", f"rank{os.environ['RANK']}")
-    begun = time.perf_counter()
-    planned: list[tuple[str, Pairs, dict[str, Any]]] = []
-    for number, name in enumerate(names):
-        left = len(names) - number - 1
-        if "PAIRS" in os.environ and not _goes_on(folder / f"{name}.go"):
-            break
-        dist.init_process_group("gloo" if backend == "cpu" else backend)
-        job = Job(name, device)
-        pairs = None
-        if "PAIRS" in os.environ:
-            pairs = Pairs(int(os.environ["PAIRS"]), _deadline_s() - left * LEAST_S - (number + 1) * REFERENCE_S)
-        told = train(job, steps, pairs)
-        told["whole_s"] = time.perf_counter() - begun
-        _write(folder, name, told)
-        job.net = None
-        dist.destroy_process_group()
-        if pairs is not None and pairs.kept:
-            planned.append((name, pairs, told))
-    for name, pairs, told in planned:
-        _write(folder, name, told | {"first": pairs.first, "reference": reference(name, device, pairs)})
+    device = torch.device("cpu" if "cpu" in backends else "cuda:0")
+    if device.type == "cuda":
+        torch.zeros(1, device=device)
+    deadline_s = _released()
+    if "PAIRS" in os.environ:
+        under(names[0], folder, steps, device, deadline_s)
+        return
+    several = len(names) * len(backends) > 1
+    for backend in backends:
+        where = folder / backend if several else folder
+        where.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            try:
+                if time.time() < deadline_s:
+                    alone(name, where, backend, GLOO_STEPS if backend == "gloo" else steps, device)
+            except (RuntimeError, ValueError) as error:
+                # One that a backend cannot train leaves a line, and the next one begins.
+                if not several:
+                    raise
+                print(f"{name} with {backend}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+                dist.destroy_process_group()
+
+
+def _meet(backend: str, **options: Any) -> None:
+    """Make the default process group, each time at another port: who is early would find the last one."""
+    dist.init_process_group(backend, **options)
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+
+
+def alone(name: str, folder: Path, backend: str, steps: int, device: torch.device) -> None:
+    """Train a model as a user would."""
+    _meet("gloo" if backend == "cpu" else backend)
+    job = Job(name, device)
+    _write(folder, name, train(job, steps))
+    job.net = None
+    dist.destroy_process_group()
+
+
+def under(name: str, folder: Path, steps: int, device: torch.device, deadline_s: float) -> None:
+    """Train a model under `stretto run`, measuring in turns; what was measured so far is written after each pair."""
+    begun_s = time.time()
+    _meet("gloo" if device.type == "cpu" else "nccl")
+    job, turns = Job(name, device), Turns(int(os.environ["PAIRS"]), deadline_s)
+    told = train(job, steps, turns, folder)
+    told |= {"first": turns.first, "trained_s": time.time() - begun_s}
+    _write(folder, name, told)
+    job.net = turns.store = None
+    dist.destroy_process_group()
+    if turns.kept:
+        told["reference"] = reference(name, device, turns.first, turns.kept)
+        _write(folder, name, told | {"whole_s": time.time() - begun_s})
 
 
 def _write(folder: Path, name: str, told: dict[str, Any]) -> None:
-    (folder / f"{name}-{os.environ['RANK']}.json").write_text(json.dumps(told))
+    path = folder / f"{name}-{os.environ['RANK']}.json"
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(told))
+    part.rename(path)
 
 
-def train(job: Job, steps: int, pairs: Pairs | None) -> dict[str, Any]:
-    """One model: losses, the times of iterations and, with pairs, what ran each of them."""
+def train(job: Job, steps: int, turns: Turns | None = None, folder: Path | None = None) -> dict[str, Any]:
+    """One model: losses, the times of iterations and, with turns, what ran each of them."""
     losses: list[torch.Tensor] = []
     runs: list[str] = []
     ends: list[Any] = []
     for step in range(steps):
-        if pairs is not None:
-            if pairs.done(step):
+        if turns is not None and folder is not None:
+            label = turns.label(step)
+            if turns.pair_ended:
+                # The run may be cut off before its end.
+                _write(folder, job.name, {"losses": [], "times_ms": _times_ms(ends), "runs": runs, "first": -1})
+            if turns.first == step:
+                turns.kept = [tensor.clone() for tensor in job.tensors()]
+            if not label:
                 break
-            runs.append(pairs.runs(step))
-            if pairs.first == step:
-                pairs.kept = [tensor.clone() for tensor in job.tensors()]
+            runs.append(label)
         losses.append(job.step(step))
         ends.append(_moment(job.device))
-    if job.device.type == "cuda":
-        torch.cuda.synchronize()
-        times_ms = [a.elapsed_time(b) for a, b in pairwise(ends)]
-    else:
-        times_ms = [1e3 * (b - a) for a, b in pairwise(ends)]
-    return {"losses": [float(loss) for loss in losses], "times_ms": [0.0, *times_ms], "runs": runs}
+    return {"losses": [float(loss) for loss in losses], "times_ms": _times_ms(ends), "runs": runs}
 
 
-def reference(name: str, device: torch.device, pairs: Pairs) -> list[float]:
+def _times_ms(ends: list[Any]) -> list[float]:
+    if not ends or isinstance(ends[0], float):
+        return [0.0, *(1e3 * (b - a) for a, b in pairwise(ends))]
+    ends[-1].synchronize()
+    return [0.0, *(a.elapsed_time(b) for a, b in pairwise(ends))]
+
+
+def reference(name: str, device: torch.device, first: int, kept: list[torch.Tensor]) -> list[float]:
     """The losses from where the plan became active on, with NCCL itself: with options of its own it is left alone."""
     if device.type == "cpu":
-        dist.init_process_group("gloo")
+        _meet("gloo")
     else:
-        dist.init_process_group("nccl", pg_options=dist.ProcessGroupNCCL.Options())
+        _meet("nccl", pg_options=dist.ProcessGroupNCCL.Options())
     job = Job(name, device)
     with torch.no_grad():
-        for tensor, kept in zip(job.tensors(), pairs.kept, strict=True):
-            tensor.copy_(kept)
-    losses = [float(job.step(pairs.first + step)) for step in range(REFERENCE)]
+        for tensor, value in zip(job.tensors(), kept, strict=True):
+            tensor.copy_(value)
+    losses = [float(job.step(first + step)) for step in range(REFERENCE)]
     job.net = None
     dist.destroy_process_group()
     return losses
 
 
-def _deadline_s() -> float:
-    return float(os.environ.get("DEADLINE", "inf"))
-
-
-def _goes_on(file: Path) -> bool:
-    """Whether there is time for another model: rank 0 decides, by a file."""
-    if os.environ["RANK"] == "0":
-        part = file.with_suffix(".part")
-        part.write_text(str(int(_deadline_s() - time.time() > LEAST_S)))
-        part.rename(file)
+def _released() -> float:
+    """When the run has to end: as HOLD's file says, which comes when it is this run's turn."""
+    if "HOLD" not in os.environ:
+        return float(os.environ.get("DEADLINE", "inf"))
+    file = Path(os.environ["HOLD"])
     while not file.exists():
-        time.sleep(0.01)
-    return file.read_text() == "1"
+        time.sleep(0.02)
+    return float(file.read_text())
 
 
 def _moment(device: torch.device) -> Any:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -53,3 +55,26 @@ def test_agreements_of_a_later_start_do_not_find_what_was_said_before(monkeypatc
     assert not again.over(0.0)
     ReshardAgreement(start_store("stretto/resharding"), 0)
     assert store.num_keys() == kept + 2, "nothing of the first start was written over"
+
+
+def test_an_agent_uses_the_store_while_the_application_waits_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a rank's script waits for a key that another sets only when its plan has been prepared."""
+    store: Any = c10d.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=60))
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    agent = job_store("agent", apart=True)
+    application, other_rank = start_store("application"), start_store("application", apart=True)
+    begun = threading.Event()
+    got: list[bytes] = []
+
+    def wait() -> None:
+        begun.set()
+        got.append(application.get("answer"))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    begun.wait()
+    agent.set("address", "here")
+    assert agent.get("address") == b"here" and not got
+    other_rank.set("answer", "yes")
+    waiting.join(30)
+    assert got == [b"yes"]

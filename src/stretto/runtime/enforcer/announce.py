@@ -69,7 +69,7 @@ class Announcements:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._store = job_store("stretto/announced")
+        self._store = job_store("stretto/announced", apart=True)
         self.generation = STATE.number("announcements")
         self._prefix = f"{PREFIX}/{self.generation}"
 

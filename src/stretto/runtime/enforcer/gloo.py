@@ -85,7 +85,7 @@ class GlooCarrier(HostCarrier):
         self._prefix = f"stretto/lane/{STATE.number('gloo carrier')}"
         self._ended, self._rank = site.sequencer.ended, site.rank
         self._timeout = timedelta(seconds=site.engine.timeout_s)
-        self._store = job_store("stretto/gloo")
+        self._store = job_store("stretto/gloo", apart=True)
         self._explain = site.explain
         store: Any = c10d.PrefixStore(f"{self._prefix}/lost", self._store)
         self._roll_call = GlooRollCall(store, site.rank, site.size, failed="a call of gloo's on the plan's channels")

@@ -102,7 +102,7 @@ class NcclCarrier:
         self.site = site
         self._rank, self._timeout = site.rank, timedelta(seconds=site.engine.timeout_s)
         # All ranks make carriers in the same order, so that each has keys of its own in the job's store.
-        self._store = job_store("stretto/nccl")
+        self._store = job_store("stretto/nccl", apart=True)
         interface = next(iter(channels_of(os.environ).values())).devices
         control = c10d.PrefixStore("control/", self._store)
         # What ranks agree on is a few numbers on the host: over NCCL a stream would have to be waited for.
