@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from stretto.runtime.capture import gpu_streams, gpu_times
@@ -191,3 +192,23 @@ def test_a_blocking_call_for_which_nccl_gives_no_work_is_waited_for(gpu: PlayedG
     assert [mark.step.what for mark in seen.marks] == ["submit", "wait"]
     workload = merge([trace_of(rank, [seen]) for rank in range(2)], [0.0, 0.0], name="step", samples=0.0, notes=())
     assert [(op.kind, op.duration_us) for op in workload.ops] == [("all_to_all", GATHER_US), ("compute", COMPUTE_US)]
+
+
+def test_modules_are_looked_at_until_one_runs_and_again_after_each_backward_pass(gpu: PlayedGpu) -> None:
+    """A hook on all modules costs every one of them; the phases of an iteration need the first alone."""
+    hooks = Hooks(only_ours=True, gpu=True)
+    layer = torch.nn.Linear(1, 1)
+    looked_at = torch.nn.modules.module._global_forward_pre_hooks
+    hooks.install()
+    try:
+        for _ in range(2):
+            for _ in range(2):
+                assert len(looked_at) == 1
+                loss = layer(layer(torch.ones(1, 1)))
+                assert not looked_at
+                loss.backward()
+            steps = [mark.step for mark in hooks.cut().marks]
+            assert [step.phase for step in steps] == ["forward", "backward", "optimizer"] * 2
+    finally:
+        hooks.remove()
+    assert not looked_at

@@ -101,7 +101,7 @@ class RecordedWork(dist.Work):
             return True
         entered = now_us()
         gpu = self.hooks.gpu
-        reached = gpu.here() if gpu is not None else None
+        reached = gpu.here() if gpu is not None and not self.call.waited else None
         done = self.inner.wait(timeout) if timeout else self.inner.wait()
         if gpu is not None and self.call.on_gpu:
             self.hooks.waited_on_gpu(self.call, gpu, reached)
@@ -170,6 +170,9 @@ class Hooks:
         self._without_future = {"send", "recv"}
         self._groups: dict[str, tuple[tuple[int, ...], int]] = {}
         self._undo: list[Callable[[], object]] = []
+        self._sees_modules = False
+        self._module_hook: Any = None
+        """Looks for the first module that runs. It costs every module, so it goes as soon as it has seen one."""
 
     def install(self) -> None:
         """Put the hooks in place."""
@@ -177,19 +180,22 @@ class Hooks:
             self._undo.append(apply_kernels({name: self._kernel(name) for name in (*KINDS, NO_SOURCE)}))
         WATCH.current = self
         self._undo.append(lambda: setattr(WATCH, "current", None))
-        if not compiles():
-            # A hook on all modules would have compiled ones compiled anew, twice.
-            self._undo.append(register_module_forward_pre_hook(self._forward).remove)
+        # A hook on all modules would have compiled ones compiled anew, twice.
+        self._sees_modules = not compiles()
         self._undo += [
+            self._stop_looking,
             ignore_warning("Using `torch.compile.module.` when there are global hooks"),
             apply(RUN_BACKWARD, self._watched_backward),
             apply(FUTURE_WAIT, self._watched_wait),
             apply(FUTURE_THEN, self._watched_then),
-            set_switch_interval(1e-4),
         ]
+        if self.gpu is None:
+            # A GPU's events need no thread of Python's to say when a call has ended.
+            self._undo.append(set_switch_interval(1e-4))
         if self.trails is not None:
             self._undo += self.trails.install()
         self.active = True
+        self._look_for_modules()
 
     def remove(self) -> None:
         """Take the hooks out again; what is still under way stays valid."""
@@ -217,6 +223,7 @@ class Hooks:
         self.iteration = self._begun()
         self._submits = {}
         self._behind = -1
+        self._look_for_modules()
         return ended
 
     def _begun(self) -> RecordedIteration:
@@ -316,11 +323,12 @@ class Hooks:
 
     def _backward_done(self) -> None:
         at = now_us()
+        here = self.gpu.here() if self.gpu is not None else None
         for call in self._by_ddp:
             if not call.waited:
                 call.waited = True
                 step = ThreadStep(what="wait", call=call.number, lag=self.number - call.iteration)
-                self._mark(TimedStep(step=step, enter_us=at, leave_us=at, ends_with=call))
+                self._mark(TimedStep(step=step, enter_us=at, leave_us=at, ends_with=call), here)
         self._by_ddp.clear()
 
     def _wait_at_submit(self, iteration: RecordedIteration, call: RecordedCall) -> None:
@@ -349,6 +357,7 @@ class Hooks:
                 self._depth -= 1
                 if not self._depth:
                     self.enter(OPTIMIZER)
+                    self._look_for_modules()
 
         return run_backward
 
@@ -372,8 +381,18 @@ class Hooks:
         return watched_then
 
     def _forward(self, module: object, args: object) -> None:
-        if not self._depth:
+        if not self._depth and threading.get_ident() == self.thread:
             self.enter(FORWARD)
+            self._stop_looking()
+
+    def _look_for_modules(self) -> None:
+        if self.active and self._sees_modules and self._module_hook is None:
+            self._module_hook = register_module_forward_pre_hook(self._forward)
+
+    def _stop_looking(self) -> None:
+        hook, self._module_hook = self._module_hook, None
+        if hook is not None:
+            hook.remove()
 
     def _kernel(self, name: str) -> Callable[..., Any]:
         op = getattr(torch.ops.c10d, name).default
