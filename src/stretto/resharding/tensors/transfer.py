@@ -256,6 +256,8 @@ class Transfer:
         with reading as packed, memory.packing(slot):
             if guard is None:
                 packed = _whole(each.inputs, sources, each.in_bytes)
+            elif packed is not None:
+                memory.borrow(packed)
             if packed is None:
                 packed = pack(each.inputs, sources, memory.take(0, slot, each.in_bytes, device))
             elif memory.shares_inputs:
@@ -277,6 +279,9 @@ class Transfer:
         if not each.mover.queued:
             return finish
         finish(lambda: None)
+        if guard is not None:
+            # The host stays as close to the GPU as buffers allow, so that a writer finds most rounds not yet read.
+            return lambda check: memory.reach(slot, check)
         return lambda check: memory.catch_up()
 
     def pack_round(self, each: Round, sources: Tensors, device: torch.device | None) -> torch.Tensor:
