@@ -64,6 +64,7 @@ def run(name: str, args: Any, folder: Path) -> list[Row]:
         "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MAX_NCHANNELS": "2",
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "16",
+        "PYTHONFAULTHANDLER": "1",
     }  # fmt: skip
     systems = args.systems or (GPU_SYSTEMS if args.device == "cuda" else CPU_SYSTEMS)
     nbytes = parse_bytes(args.bytes) // divisor
@@ -94,6 +95,11 @@ def run(name: str, args: Any, folder: Path) -> list[Row]:
         if over or why:
             break
         time.sleep(0.05)
+    if why:
+        # Each says in its log where it stands.
+        for process in processes:
+            process.send_signal(signal.SIGABRT)
+        time.sleep(1.0)
     for process in processes:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -101,7 +107,7 @@ def run(name: str, args: Any, folder: Path) -> list[Row]:
     failed = [rank for rank, process in enumerate(processes) if process.returncode not in (0, -signal.SIGKILL)]
     if why or failed:
         for rank in failed[:1]:
-            why = why or (folder / f"log-{rank}").read_text(errors="replace")[-1500:]
+            why += " " + (folder / f"log-{rank}").read_text(errors="replace")[-1500:]
         found.append(head | {"system": "", "said": why})
         print(json.dumps(found[-1]), flush=True)
     return found

@@ -72,9 +72,18 @@ def start_ranks(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    said = "\n".join(f"rank {rank}: {(folder / f'out-{rank}').read_text()[-3000:]}" for rank in range(ranks))
+    said = "\n".join(
+        f"rank {rank}: {(folder / f'out-{rank}').read_text()[-3000:]} {report_of(folder, rank)}"
+        for rank in range(ranks)
+    )
     assert codes == [0] * len(waited), f"{codes}\n{said}"
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks) if rank not in lost]
+
+
+def report_of(folder: Path, rank: int) -> str:
+    """What a rank has written, if anything: some jobs put what went wrong there."""
+    path = folder / f"{rank}.json"
+    return path.read_text()[-2000:] if path.exists() else ""
 
 
 @pytest.fixture
