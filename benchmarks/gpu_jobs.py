@@ -128,6 +128,7 @@ def started(model: str, args: Any, where: Path) -> Run:
     command = [sys.executable, "-m", "stretto", "run", "--budget", str(args.budget), "--json", str(folder / "run.json")]
     command += ["--", *lab(args), sys.executable, str(RANK), model, str(folder), str(STEPS)]
     more = {"STRETTO_CARRIER": "gloo"} if args.device == "cpu" else {}
+    more |= {"STRETTO_EARLY_GATHERS": "on"} if model == "gpt-fsdp2-early" else {}
     return Run(
         command, where, model, BACKEND="cpu" if args.device == "cpu" else "nccl", PAIRS=str(args.pairs),
         STRETTO_PLANS=str(folder / "plans"), **more,

@@ -166,7 +166,7 @@ class Job:
         else:
             net = Dlrm() if self.kind == "dlrm" else resnet(WIDTH // 8)
         net = net.to(device)
-        if name == "gpt-fsdp2":
+        if name.startswith("gpt-fsdp2"):
             from torch.distributed.fsdp import fully_shard
 
             for layer in net.layers:
@@ -353,7 +353,7 @@ def _moment(device: torch.device) -> Any:
     return event
 
 
-MODELS = ("resnet-ddp", "gpt-ddp", "gpt-fsdp2", "dlrm", "gpt-compiled", "gpt-loop")
+MODELS = ("gpt-fsdp2", "dlrm", "resnet-ddp", "gpt-ddp", "gpt-compiled", "gpt-fsdp2-early", "gpt-loop")
 
 if __name__ == "__main__":
     main()

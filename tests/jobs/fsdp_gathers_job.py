@@ -23,6 +23,7 @@ import stretto.torch
 from stretto.cluster import Cluster
 from stretto.planner.api import plan
 from stretto.planner.plan import Plan
+from stretto.runtime.torch_backend.fsdp_gathers import gather_early_under_plans
 from stretto.runtime.torch_backend.watch import WATCH, SubmittedCall
 
 RANKS = 2
@@ -88,6 +89,29 @@ def under_plan(seed: int, file: Path) -> tuple[list[float], int]:
         return losses, enforcer.report().number
 
 
+def as_under_run(seed: int) -> dict[str, Any]:
+    """A script that calls nothing of ours: while somebody follows its calls, and while nobody does."""
+    os.environ["STRETTO_EARLY_GATHERS"] = "on"
+    undo = gather_early_under_plans()
+    assert undo is not None
+    net, calls = model(seed, early=False), Calls()
+    WATCH.current = calls
+    losses = train(net, STEPS)
+    WATCH.current = None
+    gathered: Any = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+    asked: list[bool] = []
+
+    def noted(*args: Any, async_op: bool = False, **more: Any) -> Any:
+        asked.append(async_op)
+        return gathered(*args, async_op=async_op, **more)
+
+    setattr(dist, gathered.__name__, noted)
+    train(net, 2)
+    setattr(dist, gathered.__name__, gathered)
+    undo()
+    return {"losses": losses, "gathers": [b for op, b in calls.noted if op == "all_gather"], "asked": asked}
+
+
 def rank_main(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("stretto", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
@@ -100,6 +124,7 @@ def rank_main(folder: Path, rank: int) -> None:
             losses = train(model(seed, early=early), STEPS)
             WATCH.current = None
             each[str(early)] = {"losses": losses, "gathers": [b for op, b in calls.noted if op == "all_gather"]}
+        each["run"] = as_under_run(seed)
         told.append(each)
     losses, number = under_plan(0, folder / "plan.json")
     dist.destroy_process_group()

@@ -33,6 +33,10 @@ def test_losses_are_those_of_plain_fsdp_and_nobody_waits_at_the_call(tmp_path: P
             assert usual["losses"] == early["losses"]
             assert len(usual["gathers"]) == len(early["gathers"]) > 0
             assert all(usual["gathers"]) and not any(early["gathers"])
+            # An unchanged script with STRETTO_EARLY_GATHERS=on: early while it is followed, and only then.
+            assert each["run"]["losses"] == usual["losses"]
+            assert each["run"]["gathers"] == early["gathers"]
+            assert each["run"]["asked"] and not any(each["run"]["asked"])
         assert told["number"] > 0, "a plan was active"
         assert told["planned"] == pytest.approx(told["each"][0]["True"]["losses"], rel=1e-5)
 

@@ -172,6 +172,7 @@ class Autopilot:
         self._hook = register_optimizer_step_post_hook(self._stepped)
         self._forwards = 0
         self._unwatch = apply(DDP_FORWARD, self._watched_forward)
+        self._gather_as_ever: Callable[[], object] | None = None
         CURRENT.pilot = self._said
 
     @classmethod
@@ -205,6 +206,9 @@ class Autopilot:
         """Remove the hooks of this process and stop its agent."""
         self._hook.remove()
         self._unwatch()
+        if self._gather_as_ever is not None:
+            self._gather_as_ever()
+            self._gather_as_ever = None
         self._tally.end()
         CURRENT.pilot = None
         if self._look is not None:
@@ -289,6 +293,9 @@ class Autopilot:
         self._steps += 1
         if self._steps == 1:
             self._tally.begin()
+            from ..runtime.torch_backend.fsdp_gathers import gather_early_under_plans
+
+            self._gather_as_ever = gather_early_under_plans()
         self._tally.cut()
         self._pace.iteration()
         if CURRENT.enforcer is not None:

@@ -34,7 +34,10 @@ MAX_CALLS = 1 << 15
 MESSAGES = ("send", "recv")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 ONE_SIDED = ("gather", "scatter")
-NETWORK = ("STRETTO_CLUSTER", "STRETTO_CHANNELS", "STRETTO_CARRIER", "GLOO_SOCKET_IFNAME", "UCX_NET_DEVICES")
+NETWORK = (
+    "STRETTO_CLUSTER", "STRETTO_CHANNELS", "STRETTO_CARRIER", "STRETTO_EARLY_GATHERS", "GLOO_SOCKET_IFNAME",
+    "UCX_NET_DEVICES",
+)  # fmt: skip
 """Variables that say what a job runs on."""
 
 

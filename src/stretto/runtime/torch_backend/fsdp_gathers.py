@@ -9,15 +9,21 @@ FSDP2's waits, and each all-gather stands behind the one before. FSDP2 takes col
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ...errors import InvalidInput
+from ...errors import InvalidInput, unknown
+from .current import CURRENT
+from .patches import FSDP_ALL_GATHER, Undo, apply
+from .watch import WATCH
 
 SETTER = "set_custom_all_gather"
+OPTION = "STRETTO_EARLY_GATHERS"
 
 
 def early_gathers(model: torch.nn.Module) -> int:
@@ -68,3 +74,39 @@ def _all_gather() -> Any:
             return work
 
     return EarlyAllGather()
+
+
+def gather_early_under_plans() -> Undo | None:
+    """Let the all-gathers of unchanged FSDP2 scripts be waited for later while a step is recorded or planned.
+
+    Without a plan, and so in the unchanged job that a plan is compared with, they are as ever. All ranks call this at
+    the same iteration.
+
+    Returns:
+        What ends it; None where STRETTO_EARLY_GATHERS is not on, or the job has no FSDP2.
+
+    Raises:
+        InvalidInput: STRETTO_EARLY_GATHERS is neither on nor off.
+    """
+    asked = os.environ.get(OPTION, "") or "off"
+    if asked not in ("on", "off"):
+        raise unknown(OPTION, asked, ("on", "off"))
+    module, _, name = FSDP_ALL_GATHER.owners[0].partition(":")
+    if asked == "off" or not hasattr(sys.modules.get(module), name):
+        return None
+
+    def wrap(usual: Callable[..., Any]) -> Callable[..., Any]:
+        def gather(
+            self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+        ) -> Any:
+            return usual(self, output_tensor, input_tensor, group, async_op or _followed())
+
+        return gather
+
+    return apply(FSDP_ALL_GATHER, wrap)
+
+
+def _followed() -> bool:
+    """Whether somebody follows the calls of this process: a recording, or a plan."""
+    enforcer = CURRENT.enforcer
+    return WATCH.current is not None or (enforcer is not None and not enforcer.asleep)

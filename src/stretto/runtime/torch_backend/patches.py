@@ -99,9 +99,15 @@ DDP_REDUCER = Patch(
     name="Reducer",
     why="DDP's buckets lie in symmetric memory with STRETTO_GPU_POOL=on; DDP itself asks only backends in C++",
 )
+FSDP_ALL_GATHER = Patch(
+    owners=("torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultAllGather",),
+    name="__call__",
+    why="under `stretto run` with STRETTO_EARLY_GATHERS=on a plan sees FSDP2's all-gathers before they are waited for",
+    first=(2, 9),
+)
 PATCHES = (
     INIT_PROCESS_GROUP, DESTROY_PROCESS_GROUP, DDP_FORWARD, RUN_BACKWARD, FUTURE_WAIT, FUTURE_THEN, BATCH_P2P, COMPILE,
-    EVENT_RECORD, EVENT_WAIT, DDP_REDUCER,
+    EVENT_RECORD, EVENT_WAIT, DDP_REDUCER, FSDP_ALL_GATHER,
 )  # fmt: skip
 
 
