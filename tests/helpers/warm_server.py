@@ -18,6 +18,7 @@ import sys
 import traceback
 from typing import Any
 
+import torch._dynamo  # what optimizers need
 import torch.distributed.device_mesh
 import torch.distributed.fsdp
 import torch.distributed.tensor  # noqa: F401
