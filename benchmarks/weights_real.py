@@ -63,7 +63,7 @@ def run(name: str, args: Any, folder: Path) -> list[Row]:
     shared = {
         "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MAX_NCHANNELS": "2",
-        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "16",
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "8",
         "PYTHONFAULTHANDLER": "1",
     }  # fmt: skip
     systems = args.systems or (GPU_SYSTEMS if args.device == "cuda" else CPU_SYSTEMS)

@@ -290,12 +290,14 @@ class Transfer:
         Args:
             each: the round.
             sources: this rank's local part of each tensor; None where it has none.
-            device: where the sources are; None for the CPU.
+            device: where the sources are; None where there are none.
 
         Returns:
             The bytes.
         """
-        return pack(each.inputs, sources, torch.empty(each.in_bytes, dtype=torch.uint8, device=device))
+        # A program on GPU memory takes an empty input, too, only from there.
+        where = device if device is not None else self.gpu
+        return pack(each.inputs, sources, torch.empty(each.in_bytes, dtype=torch.uint8, device=where))
 
     def _program(
         self, tasks: list[UnitTask], op: str, dtype: torch.dtype, staging_bytes: int | None, least_rounds: int
