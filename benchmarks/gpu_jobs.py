@@ -112,7 +112,7 @@ def run_alone(args: Any, where: Path) -> None:
     backends = "cpu" if args.device == "cpu" else "nccl,gloo"
     (where / "alone").mkdir(parents=True, exist_ok=True)
     command = [*lab(args), sys.executable, str(RANK), args.cases, str(where / "alone"), str(ALONE)]
-    run = Run(command, where, "alone", BACKEND=backends)
+    run = Run(command, where, "alone", BACKEND=backends, **({"TRACES": "1"} if args.traces else {}))
     run.release(args.limit_alone)
     while not run.over():
         time.sleep(TICK_S)
@@ -231,9 +231,8 @@ def case(model: str, where: Path, args: Any) -> Row:
     """What was measured of a script under `stretto run`, and alone."""
     row: Row = {"case": f"{model} 2x{args.ranks} {args.uplink}"}
     backend = "nccl" if args.device == "cuda" else "cpu"
-    row["nccl_ms"], row["gloo_ms"] = (
-        medians_ms(told(where / "alone" / name, model) or told(where / "alone", model)) for name in (backend, "gloo")
-    )
+    row["nccl_ms"] = medians_ms(told(where / "alone" / backend, model) or told(where / "alone", model))
+    row["gloo_ms"] = medians_ms(told(where / "alone" / "gloo", model))
     ran = told(where / model, model)
     kept = kept_plan(where / model)
     found, identity, recorded = (pairs_of(ran, part) for part in PARTS)
@@ -250,6 +249,26 @@ def case(model: str, where: Path, args: Any) -> Row:
         row[f"{name}_percent"] = median(ratios) if ratios else None
         row[f"{name}_low"], row[f"{name}_high"] = interval(ratios) if ratios else (None, None)
     row["losses_off"] = losses_off(ran)
+    return row | (traced(kept[1], where / "alone", model) if args.traces and kept is not None else {})
+
+
+def traced(recorded: Any, alone: Path, model: str) -> Row:
+    """What a recording and a trace of PyTorch's profiler say of the same step: compute, bytes and times of calls."""
+    from stretto.workload import kineto
+
+    folders = [path for path in alone.glob(f"**/{model}.traces") if any(path.iterdir())]
+    if not folders:
+        return {}
+    row: Row = {}
+    for name, step in (("recorded", recorded), ("traced", kineto.read(folders[0]))):
+        compute_us = [0.0] * step.num_ranks
+        for op in step.ops:
+            for at, rank in enumerate(op.ranks or range(step.num_ranks) if not op.is_comm else ()):
+                compute_us[rank] += op.durations_us[at] if op.durations_us else op.duration_us
+        row[f"{name}_calls"] = len(step.comm_ops)
+        row[f"{name}_mb"] = sum(op.nbytes for op in step.comm_ops) / 1e6
+        row[f"{name}_compute_ms"] = max(compute_us) / 1e3
+        row[f"{name}_calls_ms"] = sum(op.duration_us for op in step.comm_ops) / 1e3
     return row
 
 
@@ -266,6 +285,7 @@ def main() -> None:
     parser.add_argument("--total", type=float, default=1e6, help="seconds for all cases under `stretto run`")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", choices=("alone", "run"), help="the scripts by themselves, or not those")
+    parser.add_argument("--traces", action="store_true", help="record with PyTorch's profiler, too, and compare")
     parser.add_argument("--show", action="store_true", help="run nothing, make the table of what is in --keep")
     parser.add_argument("--keep", type=Path, help="leave logs and times there")
     args = parser.parse_args()
