@@ -43,6 +43,8 @@ WARM = 8
 END_S = 4.0
 """A run ends so long before its limit, if it can."""
 DRAWS = 2000
+EARLY = "-early"
+"""Ends the name of the script whose all-gathers a plan sees before they are waited for; by itself it is as any."""
 TICK_S = 0.1
 
 
@@ -111,7 +113,8 @@ def run_alone(args: Any, where: Path) -> None:
     """All scripts by themselves, with NCCL and with gloo."""
     backends = "cpu" if args.device == "cpu" else "nccl,gloo"
     (where / "alone").mkdir(parents=True, exist_ok=True)
-    command = [*lab(args), sys.executable, str(RANK), args.cases, str(where / "alone"), str(ALONE)]
+    models = ",".join(dict.fromkeys(model.removesuffix(EARLY) for model in args.cases.split(",")))
+    command = [*lab(args), sys.executable, str(RANK), models, str(where / "alone"), str(ALONE)]
     run = Run(command, where, "alone", BACKEND=backends, **({"TRACES": "1"} if args.traces else {}))
     run.release(args.limit_alone)
     while not run.over():
@@ -128,7 +131,7 @@ def started(model: str, args: Any, where: Path) -> Run:
     command = [sys.executable, "-m", "stretto", "run", "--budget", str(args.budget), "--json", str(folder / "run.json")]
     command += ["--", *lab(args), sys.executable, str(RANK), model, str(folder), str(STEPS)]
     more = {"STRETTO_CARRIER": "gloo"} if args.device == "cpu" else {}
-    more |= {"STRETTO_EARLY_GATHERS": "on"} if model == "gpt-fsdp2-early" else {}
+    more |= {"STRETTO_EARLY_GATHERS": "on"} if model.endswith(EARLY) else {}
     return Run(
         command, where, model, BACKEND="cpu" if args.device == "cpu" else "nccl", PAIRS=str(args.pairs),
         STRETTO_PLANS=str(folder / "plans"), **more,
@@ -231,8 +234,9 @@ def case(model: str, where: Path, args: Any) -> Row:
     """What was measured of a script under `stretto run`, and alone."""
     row: Row = {"case": f"{model} 2x{args.ranks} {args.uplink}"}
     backend = "nccl" if args.device == "cuda" else "cpu"
-    row["nccl_ms"] = medians_ms(told(where / "alone" / backend, model) or told(where / "alone", model))
-    row["gloo_ms"] = medians_ms(told(where / "alone" / "gloo", model))
+    same = model.removesuffix(EARLY)
+    row["nccl_ms"] = medians_ms(told(where / "alone" / backend, same) or told(where / "alone", same))
+    row["gloo_ms"] = medians_ms(told(where / "alone" / "gloo", same))
     ran = told(where / model, model)
     kept = kept_plan(where / model)
     found, identity, recorded = (pairs_of(ran, part) for part in PARTS)
