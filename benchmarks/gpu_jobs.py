@@ -43,6 +43,8 @@ WARM = 8
 END_S = 4.0
 """A run ends so long before its limit, if it can."""
 DRAWS = 2000
+EARLY = "-early"
+"""Ends the name of the script whose all-gathers a plan sees before they are waited for; by itself it is as any."""
 TICK_S = 0.1
 
 
@@ -112,8 +114,9 @@ def run_alone(args: Any, where: Path) -> None:
     """All scripts by themselves, with NCCL and with gloo."""
     backends = "cpu" if args.device == "cpu" else "nccl,gloo"
     (where / "alone").mkdir(parents=True, exist_ok=True)
-    command = [*lab(args), sys.executable, str(RANK), args.cases, str(where / "alone"), str(ALONE)]
-    run = Run(command, where, "alone", BACKEND=backends)
+    models = ",".join(dict.fromkeys(model.removesuffix(EARLY) for model in args.cases.split(",")))
+    command = [*lab(args), sys.executable, str(RANK), models, str(where / "alone"), str(ALONE)]
+    run = Run(command, where, "alone", BACKEND=backends, **({"TRACES": "1"} if args.traces else {}))
     run.release(args.limit_alone)
     while not run.over():
         time.sleep(TICK_S)
@@ -129,7 +132,7 @@ def started(model: str, args: Any, where: Path) -> Run:
     command = [sys.executable, "-m", "stretto", "run", "--budget", str(args.budget), "--json", str(folder / "run.json")]
     command += ["--", *lab(args), sys.executable, str(RANK), model, str(folder), str(STEPS)]
     more = {"STRETTO_CARRIER": "gloo"} if args.device == "cpu" else {}
-    more |= {"STRETTO_EARLY_GATHERS": "on"} if model == "gpt-fsdp2-early" else {}
+    more |= {"STRETTO_EARLY_GATHERS": "on"} if model.endswith(EARLY) else {}
     return Run(
         command, where, model, BACKEND="cpu" if args.device == "cpu" else "nccl", PAIRS=str(args.pairs),
         STRETTO_PLANS=str(folder / "plans"), **more,
@@ -232,9 +235,9 @@ def case(model: str, where: Path, args: Any) -> Row:
     """What was measured of a script under `stretto run`, and alone."""
     row: Row = {"case": f"{model} 2x{args.ranks} {args.uplink}"}
     backend = "nccl" if args.device == "cuda" else "cpu"
-    row["nccl_ms"], row["gloo_ms"] = (
-        medians_ms(told(where / "alone" / name, model) or told(where / "alone", model)) for name in (backend, "gloo")
-    )
+    same = model.removesuffix(EARLY)
+    row["nccl_ms"] = medians_ms(told(where / "alone" / backend, same) or told(where / "alone", same))
+    row["gloo_ms"] = medians_ms(told(where / "alone" / "gloo", same))
     ran = told(where / model, model)
     kept = kept_plan(where / model)
     found, identity, recorded = (pairs_of(ran, part) for part in PARTS)
@@ -251,6 +254,26 @@ def case(model: str, where: Path, args: Any) -> Row:
         row[f"{name}_percent"] = median(ratios) if ratios else None
         row[f"{name}_low"], row[f"{name}_high"] = interval(ratios) if ratios else (None, None)
     row["losses_off"] = losses_off(ran)
+    return row | (traced(kept[1], where / "alone", model) if args.traces and kept is not None else {})
+
+
+def traced(recorded: Any, alone: Path, model: str) -> Row:
+    """What a recording and a trace of PyTorch's profiler say of the same step: compute, bytes and times of calls."""
+    from stretto.workload import kineto
+
+    folders = [path for path in alone.glob(f"**/{model}.traces") if any(path.iterdir())]
+    if not folders:
+        return {}
+    row: Row = {}
+    for name, step in (("recorded", recorded), ("traced", kineto.read(folders[0]))):
+        compute_us = [0.0] * step.num_ranks
+        for op in step.ops:
+            for at, rank in enumerate(op.ranks or range(step.num_ranks) if not op.is_comm else ()):
+                compute_us[rank] += op.durations_us[at] if op.durations_us else op.duration_us
+        row[f"{name}_calls"] = len(step.comm_ops)
+        row[f"{name}_mb"] = sum(op.nbytes for op in step.comm_ops) / 1e6
+        row[f"{name}_compute_ms"] = max(compute_us) / 1e3
+        row[f"{name}_calls_ms"] = sum(op.duration_us for op in step.comm_ops) / 1e3
     return row
 
 
@@ -267,6 +290,7 @@ def main() -> None:
     parser.add_argument("--total", type=float, default=1e6, help="seconds for all cases under `stretto run`")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", choices=("alone", "run"), help="the scripts by themselves, or not those")
+    parser.add_argument("--traces", action="store_true", help="record with PyTorch's profiler, too, and compare")
     parser.add_argument("--show", action="store_true", help="run nothing, make the table of what is in --keep")
     parser.add_argument("--keep", type=Path, help="leave logs and times there")
     args = parser.parse_args()

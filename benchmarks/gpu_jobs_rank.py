@@ -29,7 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 REFERENCE = 24
 """Iterations from the begin of the plan on that are repeated with NCCL itself, to compare losses."""
-GLOO_STEPS = 12
+GLOO_STEPS, TRACED = 12, 5
+"""Iterations with gloo, and under PyTorch's profiler."""
 LITTLE = os.environ.get("BACKEND") == "cpu"
 WIDTH, LAYERS, BATCH, SEQUENCE, VOCABULARY = (128, 2, 1, 16, 512) if LITTLE else (256, 4, 8, 128, 2048)
 TABLES, ROWS, EMBEDDED, SAMPLES, DENSE = (10, 100, 16, 256, 256) if LITTLE else (10, 1000, 64, 2048, 1024)
@@ -240,7 +241,8 @@ def main() -> None:
     for backend in backends:
         where = folder / backend if several else folder
         where.mkdir(parents=True, exist_ok=True)
-        for name in names:
+        # What gloo may not be able to do on a GPU comes last.
+        for name in sorted(names, key=lambda name: "fsdp" in name) if backend == "gloo" else names:
             try:
                 if time.time() < deadline_s:
                     alone(name, where, backend, GLOO_STEPS if backend == "gloo" else steps, device)
@@ -263,8 +265,26 @@ def alone(name: str, folder: Path, backend: str, steps: int, device: torch.devic
     _meet("gloo" if backend == "cpu" else backend)
     job = Job(name, device)
     _write(folder, name, train(job, steps))
+    if "TRACES" in os.environ and backend != "gloo":
+        profiled(job, folder / f"{name}.traces", steps)
     job.net = None
     dist.destroy_process_group()
+
+
+def profiled(job: Job, folder: Path, first: int) -> None:
+    """Some more iterations under PyTorch's profiler, to compare a recording of ours with."""
+    from torch.profiler import ProfilerActivity, profile, schedule
+
+    folder.mkdir(exist_ok=True)
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (job.device.type == "cuda")
+    file = str(folder / f"rank{job.rank}.json.gz")
+    with profile(
+        activities=activities, schedule=schedule(wait=1, warmup=2, active=TRACED, repeat=1), record_shapes=True,
+        on_trace_ready=lambda made: made.export_chrome_trace(file),
+    ) as profiler:  # fmt: skip
+        for step in range(3 + TRACED):
+            job.step(first + step)
+            profiler.step()
 
 
 def under(name: str, folder: Path, steps: int, device: torch.device, deadline_s: float) -> None:

@@ -215,3 +215,21 @@ def test_wrong_plans_are_one_line(bad: Run, plan: str, tmp_path: Path) -> None:
     assert "not valid JSON" in bad("plan", "diff", plan, str(broken))
     assert "unknown comm-op 'x'; choose from: prep, gradients" in bad("plan", "explain", plan, "x")
     assert "Missing argument" in bad("plan", "show")
+
+
+def test_buckets_of_other_sizes_are_planned_beside_those_of_a_recorded_step(
+    good: Run, bad: Run, step: str, tmp_path: Path
+) -> None:
+    renamed = [replace(op, name="backward.all_reduce.bucket.0") if op.name == "gradients" else op for op in STEP.ops]
+    moved = [
+        replace(op, after=(Dep(op="prep"), Dep(op="backward.all_reduce.bucket.0", lag=1)))
+        if op.name == "forward"
+        else op
+        for op in renamed
+    ]
+    recorded, rows = tmp_path / "recorded.yaml", tmp_path / "rows.json"
+    replace(STEP, ops=tuple(moved)).save(recorded)
+    text = good("plan", "-w", str(recorded), *QUICK, "--buckets", "4M,1G", "--json", str(rows))
+    assert "as recorded" in text and "DDP's buckets: " in text
+    assert [row["buckets"] for row in json.loads(rows.read_text())["buckets"]] == [1, 4, 1]
+    assert "has no buckets of DDP's" in bad("plan", "-w", step, *QUICK, "--buckets", "4M")

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from ..planner import api
 from ..planner.algebra.options import problem as make_problem
 from ..planner.api import SYSTEM, PlanResult, to_schedule
 from ..planner.baselines import BASELINES
+from ..planner.buckets import BucketPrediction, best_of, compare_buckets
 from ..planner.compare import diff as compare
 from ..planner.costs.costs import CostModel, SimulatedCosts, simulated_costs
 from ..planner.costs.measured import LayeredCosts, MeasuredCosts, read_measurements
@@ -30,7 +32,7 @@ from ..report.plan_html import write_plan_html
 from ..report.plan_tables import changes_table, motif_table, plan_tables, systems_table
 from ..report.plan_trace import write_plan_trace
 from ..report.table import ResultTable
-from ..units import format_us
+from ..units import format_bytes, format_us, parse_bytes
 from ..workload import Workload
 from .common import SHOW_AFTER_S, out, progress_console
 from .options import (
@@ -88,6 +90,12 @@ SynthesizeOption = Annotated[
         help="Also offer algorithms made for this cluster, so long for each; 0: library only.",
     ),
 ]
+BucketsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--buckets", metavar="SIZE,...", help="Also plan a recorded step of DDP with buckets of these sizes, as 1M,25M."
+    ),
+]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan, as 'stretto plan -o' writes it.")]
 
 
@@ -109,6 +117,7 @@ def plan(
     plugin: PluginOption = "stretto",
     costs: CostsOption = None,
     synthesize: SynthesizeOption = 0.0,
+    buckets: BucketsOption = None,
     against: Annotated[
         str, typer.Option(metavar="NAME", help="The system shown as 'before', such as fifo or bytescheduler+.")
     ] = "fifo",
@@ -135,6 +144,7 @@ def plan(
     Examples:
       stretto plan -w dlrm:A2 -c hgx2:16 -o plan.json --html plan.html
       stretto plan -w step.yaml -c dgx_a100:4 --tuner nccl.csv
+      stretto plan -w step.yaml -c dgx_a100:4 --buckets 1M,4M,25M
       stretto plan show plan.json
       stretto plan explain plan.json a2a-emb-fwd
       stretto plan diff old.json new.json
@@ -156,14 +166,15 @@ def plan(
             synthesis_s=synthesize, retime=retime, branches=branches,
             progress=tell,
         )  # fmt: skip
+        others = _buckets(buckets, step, machine, budget, steps, seed, model)
     files = OutputFiles()
     files.write(plan_file, found.plan.save, f"hash {found.plan.hash}")
     files.write(html, lambda path: write_plan_html(path, found, against=against))
     files.write(trace, lambda path: _write_trace(found, against, path))
-    files.json(rows, _rows(found))
+    files.json(rows, _rows(found) | ({"buckets": [asdict(one) for one in others]} if others else {}))
     alone = "" if tuner is None else _tuner_alone(found, machine, model, plugin)
     files.write(tuner, lambda path: _write_tuner(found, step, machine, path, model, plugin))
-    _print(found, alone)
+    _print(found, alone, others)
     if tuner is not None and plugin == "stretto":
         out().print(f"use it with NCCL_TUNER_PLUGIN={tuner_library()} NCCL_TUNER_CONFIG_FILE={tuner}", soft_wrap=True)
     files.tell(
@@ -172,7 +183,7 @@ def plan(
     )  # fmt: skip
 
 
-def _print(found: PlanResult, alone: str) -> None:
+def _print(found: PlanResult, alone: str, buckets: Sequence[BucketPrediction]) -> None:
     console = out()
     for note in found.problem.notes:
         if note.startswith("warning: "):
@@ -182,6 +193,26 @@ def _print(found: PlanResult, alone: str) -> None:
     console.print(plan_tables(found.plan))
     if alone:
         console.print(alone, markup=False, soft_wrap=True)
+    if buckets:
+        table = ResultTable("buckets of at most", ">buckets", ">plain order", ">plan")
+        for one in buckets:
+            size = format_bytes(one.nbytes) if one.nbytes else "as recorded"
+            table.add_row(size, str(one.buckets), format_us(one.plain_us), format_us(one.plan_us))
+        console.print(table)
+        best = best_of(buckets)
+        wanted = f"bucket_cap_mb={best.cap_mb:.3g} (stretto run: STRETTO_BUCKET_MB)" if best.nbytes else "as they are"
+        console.print(f"DDP's buckets: {wanted}", markup=False, soft_wrap=True)
+
+
+def _buckets(
+    sizes: str | None, step: Workload, cluster: Cluster, budget_s: float, steps: int | None, seed: int,
+    costs: CostModel | None,
+) -> list[BucketPrediction]:  # fmt: skip
+    """The step with buckets of other sizes, where ``--buckets`` asks for them."""
+    if sizes is None:
+        return []
+    wanted = [parse_bytes(size) for size in sizes.split(",")]
+    return compare_buckets(step, cluster, wanted, budget_s=budget_s, steps=steps, seed=seed, costs=costs)
 
 
 def _write_trace(found: PlanResult, against: str, path: Path) -> None:

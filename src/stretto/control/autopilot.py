@@ -30,6 +30,7 @@ from ..runtime.torch_backend.patches import DDP_FORWARD, DESTROY_PROCESS_GROUP, 
 from ..units import format_us
 from .agent import Agent, exchange_over
 from .aside import IterationRollCall, SideGroup
+from .bucket_size import set_bucket_size
 from .compare import Comparison
 from .gpu_pace import GpuPace
 from .inductor import tell_inductor
@@ -171,8 +172,7 @@ class Autopilot:
         self._pace = GpuPace(OWN_BACKEND.asked == NCCL)
         self._hook = register_optimizer_step_post_hook(self._stepped)
         self._forwards = 0
-        self._unwatch = apply(DDP_FORWARD, self._watched_forward)
-        self._gather_as_ever: Callable[[], object] | None = None
+        self._undo = [apply(DDP_FORWARD, self._watched_forward), set_bucket_size()]
         CURRENT.pilot = self._said
 
     @classmethod
@@ -205,10 +205,9 @@ class Autopilot:
     def _let_go(self) -> None:
         """Remove the hooks of this process and stop its agent."""
         self._hook.remove()
-        self._unwatch()
-        if self._gather_as_ever is not None:
-            self._gather_as_ever()
-            self._gather_as_ever = None
+        for undo in filter(None, self._undo):
+            undo()
+        self._undo = []
         self._tally.end()
         CURRENT.pilot = None
         if self._look is not None:
@@ -295,7 +294,7 @@ class Autopilot:
             self._tally.begin()
             from ..runtime.torch_backend.fsdp_gathers import gather_early_under_plans
 
-            self._gather_as_ever = gather_early_under_plans()
+            self._undo.append(gather_early_under_plans())
         self._tally.cut()
         self._pace.iteration()
         if CURRENT.enforcer is not None:

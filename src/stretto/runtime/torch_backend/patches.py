@@ -59,6 +59,11 @@ DDP_FORWARD = Patch(
     name="forward",
     why="`stretto run` counts iterations of scripts without an optimizer of PyTorch's by calls of their model",
 )
+DDP_INIT = Patch(
+    owners=("torch.nn.parallel:DistributedDataParallel",),
+    name="__init__",
+    why="`stretto run` with STRETTO_BUCKET_MB gives models that ask for no size the buckets that a plan was made for",
+)
 RUN_BACKWARD = Patch(
     owners=("torch.autograd", "torch.autograd.graph"),
     name="_engine_run_backward",
@@ -106,8 +111,8 @@ FSDP_ALL_GATHER = Patch(
     first=(2, 9),
 )
 PATCHES = (
-    INIT_PROCESS_GROUP, DESTROY_PROCESS_GROUP, DDP_FORWARD, RUN_BACKWARD, FUTURE_WAIT, FUTURE_THEN, BATCH_P2P, COMPILE,
-    EVENT_RECORD, EVENT_WAIT, DDP_REDUCER, FSDP_ALL_GATHER,
+    INIT_PROCESS_GROUP, DESTROY_PROCESS_GROUP, DDP_FORWARD, DDP_INIT, RUN_BACKWARD, FUTURE_WAIT, FUTURE_THEN, BATCH_P2P,
+    COMPILE, EVENT_RECORD, EVENT_WAIT, DDP_REDUCER, FSDP_ALL_GATHER,
 )  # fmt: skip
 
 

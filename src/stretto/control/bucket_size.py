@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The size of DDP's buckets in scripts that ask for none, as `stretto plan --buckets` has found it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import InvalidInput
+from ..runtime.torch_backend.patches import DDP_INIT, Undo, apply
+
+OPTION = "STRETTO_BUCKET_MB"
+PARAMETERS = ("bucket_cap_mb", "bucket_cap_mb_list")
+"""By which a script asks for a size; older versions of PyTorch have only the first."""
+
+
+def set_bucket_size() -> Undo | None:
+    """Give models that DDP wraps from here on buckets of STRETTO_BUCKET_MB, unless their script says a size.
+
+    Returns:
+        What ends it; None where the variable is not set.
+
+    Raises:
+        InvalidInput: The variable is no positive number.
+    """
+    said = os.environ.get(OPTION, "")
+    if not said:
+        return None
+    try:
+        size = float(said)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < math.inf:
+        raise InvalidInput(f"{OPTION}: must be a number of MiB > 0, not {said[:40]!r}")
+
+    def wrap(usual: Callable[..., None]) -> Callable[..., None]:
+        known = inspect.signature(usual)
+
+        @functools.wraps(usual)
+        def init(model: Any, *args: Any, **more: Any) -> None:
+            given = known.bind_partial(model, *args, **more).arguments
+            if all(given.get(name) is None for name in PARAMETERS):
+                more = {**more, PARAMETERS[0]: size} if len(args) < _position(known) else more
+            usual(model, *args, **more)
+
+        return init
+
+    return apply(DDP_INIT, wrap)
+
+
+def _position(signature: inspect.Signature) -> int:
+    """How many arguments behind the model's own come before the size."""
+    return list(signature.parameters).index(PARAMETERS[0]) - 1
