@@ -23,7 +23,6 @@ from .balance import sender_shares
 from .bundles import Bundle, Hop, Route, Router, cut_for
 from .dense import dense_order
 from .hosts import Hosts
-from .moves import Moves
 from .rails import RailRouter, holders_alone_us, relay_shares
 
 GOOD_ENOUGH = 1.007
@@ -229,10 +228,11 @@ def _arrivals(
 
 
 def _program(hops: ChunkHops, order: NDArray[np.intp], rank: dict[int, int], collective: Collective) -> Program:
-    moves = Moves(rank)
-    for j in order.tolist():
-        moves.add(hops.src[j], hops.dst[j], hops.chunk[j], reduce=hops.reduce[j], lane=hops.lane[j])
-    return moves.program("reshard_stretto", collective)
+    src, dst = (np.array([rank[d] for d in devices], np.int64)[order] for devices in (hops.src, hops.dst))
+    return Program.from_steps(
+        "reshard_stretto", collective, src=src, dst=dst, chunk=np.array(hops.chunk)[order],
+        reduce=np.array(hops.reduce, np.bool_)[order], lane=np.array(hops.lane)[order], step=np.arange(len(order)),
+    )  # fmt: skip
 
 
 def _hops(bundles: Sequence[Bundle], router: Router | RailRouter, hosts: Hosts, rank: dict[int, int]) -> ChunkHops:
