@@ -98,7 +98,7 @@ def rounded(elements: NDArray[np.int64], lane: int) -> NDArray[np.int64]:
     [8, 4160, 11185152]
     """
     vectors = np.clip(elements // (64 * lane), 1, LARGEST_GRAIN_VECTORS)
-    grain = lane << np.log2(vectors).astype(np.int64)
+    grain: NDArray[np.int64] = lane << np.log2(vectors).astype(np.int64)
     return -(-elements // grain) * grain
 
 
