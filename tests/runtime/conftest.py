@@ -40,11 +40,12 @@ def launch(
     """
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log"
+    path = os.pathsep.join(filter(None, [str(EXAMPLES), os.environ.get("PYTHONPATH", "")]))
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, str(JOBS / script), str(folder), str(ranks)],
             env=os.environ
-            | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(EXAMPLES)}
+            | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
             | {"STRETTO_TEST_WORDS": json.dumps(words_of(session, script))},
             stdout=out,
             stderr=subprocess.STDOUT,
