@@ -37,7 +37,8 @@ def launch(
     """
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log"
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(EXAMPLES)}
+    path = os.pathsep.join(filter(None, [str(EXAMPLES), os.environ.get("PYTHONPATH", "")]))
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
     environment["STRETTO_TEST_WORDS"] = json.dumps(words_of(session, script))
     process = Started(JOBS / script, [str(folder), str(ranks)], env=os.environ | environment, log=log)
     try:
