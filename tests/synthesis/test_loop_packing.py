@@ -8,16 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stretto import AllReduce, Cluster
+from stretto import AllGather, AllReduce, Cluster
 from stretto.algorithms import algorithm
 from stretto.errors import InvalidInput
 from stretto.programs.formats import mscclpp_reader, mscclpp_wide
 from stretto.programs.formats.mscclpp_wide import PlanForm, widen_in
-from stretto.simulator import Runtime
+from stretto.simulator import Runtime, lower_bound
 from stretto.simulator.priced_wide import wide_time_us
-from stretto.synthesis import forest
 from stretto.synthesis.forest_trees import Forest
-from stretto.synthesis.loop_packing import TreeLinks, packed_forest
+from stretto.synthesis.loop_packing import TreeLinks, packed_forests, path_bound_ns
 from stretto.synthesis.loop_trees import loop_trees
 
 NDV2 = Cluster.preset("ndv2")
@@ -25,17 +24,35 @@ DEVICES = tuple(range(8))
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_packed_trees_span_all_ranks_and_say_their_load(reverse: bool) -> None:
-    found, full = packed_forest(NDV2, DEVICES, 8, reverse=reverse, seed=2)
+@pytest.mark.parametrize("height", [2, 3])
+def test_packed_trees_span_all_ranks_and_say_their_load(reverse: bool, height: int) -> None:
+    (found,), full = packed_forests(NDV2, DEVICES, 72, ways=(reverse,), height=height)
     for b in range(len(found.root)):
         reached = {int(found.root[b])}
         for e in range(int(found.ptr[b]), int(found.ptr[b + 1])):
             assert int(found.src[e]) in reached, "parents come first"
             reached.add(int(found.dst[e]))
         assert reached == set(DEVICES) and found.ptr[b + 1] - found.ptr[b] == 7
+    assert found.height <= height
+    assert [int(found.amount[found.root == root].sum()) for root in DEVICES] == [72] * 8
     assert fullest(found) == pytest.approx(full)
-    few = forest.forests_of(AllReduce(8), NDV2, max_k=8)[reverse is False]
-    assert full < 0.95 * fullest(few), "the optimum's trees count on routes that a GPU's memory does not choose"
+    bound = path_bound_ns(NDV2, DEVICES, reverse=reverse)
+    assert bound * (1 - 1e-9) <= full <= 1.02 * bound
+
+
+def test_trees_used_both_ways_load_links_both_ways() -> None:
+    forests, full = packed_forests(NDV2, DEVICES, 48, ways=(True, False), height=2, room=0.9)
+    assert [one.reverse for one in forests] == [True, False]
+    assert sum(fullest(one) for one in forests) == pytest.approx(full)
+    assert all(np.array_equal(getattr(forests[0], key), getattr(forests[1], key)) for key in ("root", "src", "dst"))
+
+
+def test_no_program_of_direct_links_beats_the_bound_of_paths() -> None:
+    """Where every pair has a link of its own, the bound is what a rank takes in, as the cut says."""
+    star = Cluster.preset("dgx_a100")
+    cut_us = lower_bound(AllGather(8), star, 1e9).total_us
+    assert path_bound_ns(star, DEVICES) * 125e3 == pytest.approx(cut_us, rel=1e-3)
+    assert path_bound_ns(NDV2, DEVICES) * 125e3 >= lower_bound(AllGather(8), NDV2, 1e9).total_us
 
 
 def fullest(found: Forest) -> float:
@@ -50,7 +67,7 @@ def fullest(found: Forest) -> float:
 
 
 def test_a_plan_that_adds_up_before_it_copies_is_right_and_faster() -> None:
-    program = next(loop_trees(AllReduce(8, in_place=True), NDV2, most=32))
+    program = next(p for p in loop_trees(AllReduce(8, in_place=True), NDV2, most=15) if "packed" not in p.name)
     runtime = Runtime.load("mscclpp:h200")
     share = int(float(program.collective.chunk_share[0]) * 1e9 / 16) // 16 * 16
     mixed = PlanForm(streams=32, loop_bytes=share)

@@ -109,7 +109,14 @@ class _Memory:
 
 
 def widen(
-    program: Program, *, packets: bool = False, streams: int = 1, apart: bool = False, halves: bool = False
+    program: Program,
+    *,
+    packets: bool = False,
+    streams: int = 1,
+    apart: bool = False,
+    halves: bool = False,
+    pull: bool = False,
+    longest: int = 0,
 ) -> WideProgram:
     """Make wide steps of a program, which is verified first.
 
@@ -123,17 +130,22 @@ def widen(
         apart: With packets, divide also what a rank sends from what it takes, and one peer's from another's: packets
             keep their order by themselves, so only steps that touch the same plain memory stay together.
         halves: Keep steps that add up apart from those that copy the result, so that each half can be a loop.
+        pull: Let the receiver of a copy read it where it is, and the sender of a part of a sum put it into scratch of
+            the receiver: every step then has one peer, and none waits for another's link.
+        longest: The most chunks of a piece; 0: as many as travel alike.
 
     Returns:
         The steps.
 
     Raises:
         InvalidInput: The program has helpers, chunks of different size, or no stream is asked for; or `apart` is asked
-            for without packets, or halves with them.
+            for without packets, or halves or `pull` with them.
     """
     c = program.collective
     if halves and packets:
         raise InvalidInput("halves: packets cannot be sent in a loop; choose protocol Simple")
+    if pull and packets:
+        raise InvalidInput("pull: packets are sent; choose protocol Simple")
     if streams < 1:
         raise InvalidInput(f"streams: must be >= 1, not {streams}")
     if apart and not packets:
@@ -143,11 +155,11 @@ def widen(
     program.verify()
     memory = _Memory.of(program)
     atoms = atoms_of(program)
-    pieces = _pieces(atoms, memory)
+    pieces = _pieces(atoms, memory, longest)
     steps: list[WideStep] = []
     cuts: list[int] = []
     for number, (chunk, count) in enumerate(pieces):
-        made = _Maker(number, chunk, count, memory, packets, c.num_ranks).steps(atoms[chunk])
+        made = _Maker(number, chunk, count, memory, packets, pull, c.num_ranks).steps(atoms[chunk])
         cuts.append(max((a.write for a in atoms[chunk] if a.reduce), default=-1) + 1 if halves else LAST)
         for late in (False, True):
             steps += _merged([step for step in made if (step.level >= cuts[-1]) == late])
@@ -167,7 +179,7 @@ def widen(
     )
 
 
-def _pieces(atoms: Sequence[Sequence[Atom]], memory: _Memory) -> list[tuple[int, int]]:
+def _pieces(atoms: Sequence[Sequence[Atom]], memory: _Memory, longest: int = 0) -> list[tuple[int, int]]:
     """Runs of chunks that travel alike and lie side by side everywhere, as (first chunk, count)."""
     found: list[tuple[int, int]] = []
     for chunk, mine in enumerate(atoms):
@@ -175,7 +187,20 @@ def _pieces(atoms: Sequence[Sequence[Atom]], memory: _Memory) -> list[tuple[int,
             found[-1] = (found[-1][0], found[-1][1] + 1)
         else:
             found.append((chunk, 1))
-    return found
+    if not longest:
+        return found
+    return [(first + at, count) for first, run in found for at, count in _parts(run, -(-run // longest))]
+
+
+def _parts(count: int, parts: int) -> list[tuple[int, int]]:
+    """Where each of some parts begins, and its length: lengths differ by one at most."""
+    ends = [count * (k + 1) // parts for k in range(parts)]
+    return [(first, end - first) for first, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def runs_of(program: Program) -> list[int]:
+    """How many chunks each run has that travel alike and lie side by side: what `widen` makes pieces of."""
+    return [count for _, count in _pieces(atoms_of(program), _Memory.of(program))]
 
 
 @dataclass
@@ -187,6 +212,7 @@ class _Maker:
     count: int
     memory: _Memory
     packets: bool
+    pull: bool
     ranks: int
     home: dict[int, Cell] = field(default_factory=dict)
     work: dict[int, Cell] = field(default_factory=dict)
@@ -239,12 +265,12 @@ class _Maker:
         return self.work[rank]
 
     def _move(self, a: Atom, level: int, source: Cell) -> None:
-        """A sum reads its source where it is; a copy is put where it is wanted."""
+        """A sum reads its source where it is; a copy is put where it is wanted, or read by whoever wants it."""
         target = self._target(a.dst)
         if a.reduce:
             self._add(a.dst, level, [self.home[a.dst], source], [target])
         else:
-            self._add(a.src, level, [source], [target])
+            self._add(a.dst if self.pull else a.src, level, [source], [target])
         self.home[a.dst] = target
 
     def _take(self, a: Atom, level: int, slot: Cell) -> None:
@@ -257,7 +283,7 @@ class _Maker:
         reading = [k for k, a in enumerate(atoms) if a.read == level]
         if self.packets:
             return reading
-        late = [k for k in reading if atoms[k].write != level]
+        late = [k for k in reading if atoms[k].write != level or (self.pull and atoms[k].reduce)]
         stuck = set(reading) - set(late)
         for forward in (True, False):
             moved = True

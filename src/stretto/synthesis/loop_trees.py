@@ -18,16 +18,18 @@ from ..cluster import Cluster
 from ..collectives import Collective
 from ..errors import StrettoError
 from ..programs import Program
+from ..programs.wide import runs_of
 from . import forest
 from .forest_program import PACES
 from .forest_trees import Forest
-from .loop_packing import packed_forest
+from .loop_packing import packed_forests
 
 TREES = (1, 2, 3, 4, 5, 6, 8)
 """The most trees of a root, of those that are tried: fewer are fewer steps, more of them fill the links better."""
-PACKED = (10, 8, 6, 4)
-"""The trees of a root that are packed so that all links are loaded alike, of which the first two that fit are tried."""
-SEEDS = 6
+PACKED = ((72, 3, 0.9), (96, 2, 0.9), (96, 3, 0.95))
+"""The packings that are tried: shares of a root, height of trees, and the part of links on longer routes."""
+FEWEST = 2
+"""A root has at least so many streams, or its trees are not packed."""
 
 
 def loop_trees(collective: Collective, cluster: Cluster, *, most: int) -> Iterator[Program]:
@@ -36,14 +38,15 @@ def loop_trees(collective: Collective, cluster: Cluster, *, most: int) -> Iterat
     Args:
         collective: The collective.
         cluster: The cluster.
-        most: The most streams, >= 1; programs have at most twice as many chunks.
+        most: The most streams, >= 1.
 
     Yields:
-        Programs of trees that load links alike; then of more and more trees of the optimum's rates, each with one and
-        with two pieces. Chunks that travel alike do not lie side by side: they would become one stream.
+        Programs of trees whose shares differ as the best rates do, in chunks of one share that lie side by side; then
+        of more and more trees of the optimum's rates, each with one and with two pieces, whose chunks that travel alike
+        do not lie side by side: they would become one stream.
 
     >>> from stretto import AllGather
-    >>> [p.name for p in loop_trees(AllGather(8), Cluster.preset("dgx_a100"), most=16)]
+    >>> [p.name for p in loop_trees(AllGather(8), Cluster.preset("dgx_a100"), most=15)]
     ['loop_trees(k=1,pieces=1)', 'loop_trees(k=1,pieces=2)']
     """
     yield from _packed(collective, cluster, most)
@@ -66,18 +69,20 @@ def loop_trees(collective: Collective, cluster: Cluster, *, most: int) -> Iterat
 
 
 def _packed(collective: Collective, cluster: Cluster, most: int) -> Iterator[Program]:
-    """Programs of trees that load all links alike, where every rank is a root."""
+    """Programs of trees whose shares load links as the best rates do, where every rank is a root."""
     ways = {"all_gather": (False,), "reduce_scatter": (True,), "all_reduce": (True, False)}.get(collective.kind, ())
-    fitting = [k for k in PACKED if k * collective.num_ranks <= most] if ways else []
-    for k in fitting[:2]:
-        forests = []
-        for reverse in ways:
-            found = [packed_forest(cluster, collective.ranks, k, reverse=reverse, seed=seed) for seed in range(SEEDS)]
-            forests.append(min(found, key=lambda pair: pair[1])[0])
-        made = _program(collective, tuple(forests), 1)
-        made = replace(made, name=made.name.replace("loop_trees(", "loop_trees(packed,", 1))
-        made.verify()
-        yield made
+    if not ways or FEWEST * collective.num_ranks > most:
+        return
+    for shares, height, room in PACKED:
+        try:
+            forests, _ = packed_forests(cluster, collective.ranks, shares, ways=ways, height=height, room=room)
+        except StrettoError:
+            continue
+        built = forest._build(collective, forests, 1, PACES[0])
+        made = replace(built, name=f"loop_trees(packed,shares={shares},height={height},room={room:g})")
+        if len(runs_of(made)) <= most:
+            made.verify()
+            yield made
 
 
 def _program(collective: Collective, forests: tuple[Forest, ...], pieces: int) -> Program:

@@ -22,7 +22,7 @@ from ..programs import Program
 from ..programs.formats import mscclpp_wide
 from ..programs.formats.mscclpp_json import MAX_THREADBLOCKS
 from ..programs.formats.mscclpp_wide import PlanForm
-from ..programs.wide import WideProgram
+from ..programs.wide import WideProgram, runs_of
 from ..simulator import Runtime, lower_bound, simulate
 from ..simulator.priced_wide import wide_time_us
 from .certificate import Candidate, Certificate, Lowering, ProvedProgram
@@ -248,7 +248,7 @@ def _timed(maker: str, program: Program, problem: SynthesisProblem) -> ProvedPro
 
 
 def loop_forms(program: Program, nbytes: float, most: int) -> list[PlanForm]:
-    """The forms in which trees are tried: a stream for each chunk, in loops, sums and copies apart, and at once.
+    """The forms in which trees are tried: a stream for each piece, in loops, sums and copies apart, and at once.
 
     Args:
         program: The program.
@@ -258,11 +258,22 @@ def loop_forms(program: Program, nbytes: float, most: int) -> list[PlanForm]:
     Returns:
         Up to five forms.
     """
-    at_once = PlanForm(streams=min(most, program.collective.num_chunks))
-    share = float(program.collective.chunk_share[0]) * nbytes
+    longest = _longest(runs_of(program), most)
+    at_once = PlanForm(streams=min(most, program.collective.num_chunks), longest=longest)
+    share = float(program.collective.chunk_share[0]) * nbytes * max(1, longest)
     loops = [loop for loop in (int(share / turns) // 16 * 16 for turns in TREE_TURNS) if loop >= LEAST_LOOP]
     halves = (1, 0) if program.reduce.any() and not program.reduce.all() else (0,)
+    if longest:
+        return [replace(at_once, loop_bytes=loop, halves=halves[0], pull=1) for loop in loops[-1:]]
     return [*(replace(at_once, loop_bytes=loop, halves=half) for half in halves for loop in loops), at_once]
+
+
+def _longest(runs: Sequence[int], most: int) -> int:
+    """The fewest chunks of a piece with which runs become no more pieces than there are streams; 0: no limit helps."""
+    for longest in range(1, max(runs, default=1)):
+        if sum(-(-run // longest) for run in runs) <= most:
+            return longest
+    return 0
 
 
 def forms_for(program: Program, nbytes: float, prices: Runtime, cluster: Cluster) -> list[PlanForm]:

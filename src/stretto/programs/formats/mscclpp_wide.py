@@ -51,6 +51,10 @@ class PlanForm:
     """1 lets packets that are sent, taken, and of different peers be streams of their own."""
     halves: int = 0
     """1 lets a threadblock add everything up first and copy the results then, each in a loop of its own."""
+    pull: int = 0
+    """1 lets every step have one peer: receivers read copies, and parts of sums are put into the receiver's scratch."""
+    longest: int = 0
+    """The most chunks that are one piece, of those that travel alike; 0: all of them."""
 
     def __post_init__(self) -> None:
         if self.protocol not in PROTOCOLS:
@@ -62,11 +66,15 @@ class PlanForm:
             raise InvalidInput(f"threads: must be {LEAST_THREADS}..{MOST_THREADS} in steps of 32, not {self.threads}")
         if not 0 <= self.loop_bytes < 1 << 32 or self.loop_bytes % ALIGNMENT:
             raise InvalidInput(f"loop_bytes: must be a multiple of {ALIGNMENT} below 2^32, not {self.loop_bytes}")
-        for key in ("multicast", "apart", "halves"):
+        if self.longest < 0:
+            raise InvalidInput(f"longest: must be >= 0, not {self.longest}")
+        for key in ("multicast", "apart", "halves", "pull"):
             if getattr(self, key) not in (0, 1):
                 raise InvalidInput(f"{key}: must be 0 or 1, not {getattr(self, key)}")
         if self.apart and self.protocol != "LL":
             raise InvalidInput("apart: only packets keep their order by themselves; choose protocol LL")
+        if self.pull and self.protocol == "LL":
+            raise InvalidInput("pull: packets are sent; choose protocol Simple")
         if self.halves and not self.loop_bytes:
             raise InvalidInput("halves: is for loops; give loop_bytes")
         if self.loop_bytes and self.protocol == "LL":
@@ -93,8 +101,15 @@ class PlanForm:
 
 def widen_in(program: Program, form: PlanForm) -> WideProgram:
     """The wide steps of a program as a form divides them."""
-    packets = form.protocol == "LL"
-    return widen(program, packets=packets, streams=form.streams, apart=bool(form.apart), halves=bool(form.halves))
+    return widen(
+        program,
+        packets=form.protocol == "LL",
+        streams=form.streams,
+        apart=bool(form.apart),
+        halves=bool(form.halves),
+        pull=bool(form.pull),
+        longest=form.longest,
+    )
 
 
 def dumps(

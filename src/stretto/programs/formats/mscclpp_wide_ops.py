@@ -110,6 +110,9 @@ class BlockWriter:
 
     def _copies(self, step: WideStep, source: Cell, targets: Sequence[Cell]) -> None:
         own, away = self._sides(targets)
+        if source[0] != self.rank:
+            self._add("get", step.count, [source], own[:1])
+            source, own = own[0], own[1:]
         if away and not own and len(away) > 1 and self._in_place and source in self._once:
             own = [source]  # One read for all writes: the operation has a place of its own, which it leaves as it is.
         if away and own:
