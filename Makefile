@@ -45,12 +45,12 @@ demo: setup
 QUICK := -m "not job and not slow"
 
 check: setup lint
-	$(BIN)/python -m pytest -n 2 $(QUICK)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(QUICK)
 
-# Three at once on two cores: tests of jobs wait for much of their time. Each takes a part of the files in their order, so
-# that what a file's tests share is made once, and takes from the others when it has no more.
+# Four at once on two cores: tests of jobs wait for much of their time. A file is one worker's, so that what its tests share
+# (often a whole job) is made once; in the order of the folders, so that small files come last and all end together.
 test: setup lint
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 # Not a part of `make test`, since it makes the tests of `make check` nearly twice as long; processes that tests start are not counted.
 coverage: setup

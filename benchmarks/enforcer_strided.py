@@ -24,6 +24,8 @@ RANK = Path(__file__).with_name("enforcer_strided_rank.py")
 LIMIT_S = 400.0
 HOSTS, STAGES = 2, 4
 UPLINK = "10mbit"
+TIMES = 6
+"""Iterations of a turn."""
 
 
 def strided(quick: bool) -> list[Row]:
@@ -40,7 +42,7 @@ def strided(quick: bool) -> list[Row]:
 def _rows(layout: str, order: str, quick: bool) -> list[Row]:
     asked = {
         "layout": layout, "order": order, "each": STAGES, "rows": 256, "width": 128, "tables": 4, "batches": 4,
-        "budget_s": 4.0, "rounds": 1 if quick else 2, "times": 3,
+        "budget_s": 4.0, "rounds": 1 if quick else 2, "times": TIMES,
     }  # fmt: skip
     found = _in_lab(asked)
     plain = found["times"]["plain order"]

@@ -4,6 +4,9 @@
 A stage is a PyTorch module with tables of the size of its activations, so that links have much to carry and processors
 little to compute. Micro-batches go forward through all stages and then back (GPipe, or 1F1B); each table's gradient is
 summed over the replicas of the stage as soon as the last backward pass of the stage has made it.
+
+Stages wait for each other, but not all at once: a stage that is late in one iteration is early in the next. So a turn's
+time is the mean of its iterations on each rank, and of these the slowest rank's.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -117,7 +120,7 @@ class Pipeline:
 
 
 def under(plan: Plan, workload: Workload, cluster: Cluster, step: Step, times: int) -> list[float]:
-    """Microseconds of iterations under a plan."""
+    """Microseconds of each iteration under a plan."""
     with stretto.torch.enforce(plan, workload, cluster=cluster, every=1) as enforcer:
         while not enforcer.report().number:
             step()
@@ -142,8 +145,8 @@ def strided(asked: dict[str, Any], cluster: Cluster, folder: Path) -> dict[str, 
     times: dict[str, list[float]] = {"plain order": [], "stretto": []}
     begun = time.process_time()
     for _ in range(asked["rounds"]):
-        times["plain order"] += timed(step, asked["times"])
-        times["stretto"] += under(plan, workload, cluster, step, asked["times"])
+        times["plain order"].append(mean(timed(step, asked["times"])))
+        times["stretto"].append(mean(under(plan, workload, cluster, step, asked["times"])))
     cpu_us = (time.process_time() - begun) * 1e6
     return {
         "times": times,
@@ -166,7 +169,7 @@ def main() -> None:
     cpu = torch.tensor([found["cpu_us"]])
     dist.all_reduce(cpu)
     if dist.get_rank() == 0:
-        found["cpu_us"] = float(cpu) / sum(map(len, found["times"].values()))
+        found["cpu_us"] = float(cpu) / (2 * asked["rounds"] * asked["times"])
         found["times"] = {system: median(times.tolist()) for system, times in slowest.items()}
         (folder / "found.json").write_text(json.dumps(found))
     dist.barrier()

@@ -83,12 +83,13 @@ def model_of(how: str, group: Any) -> Any:
 
 
 def train(how: str, group: Any) -> dict[str, Any]:
-    """Some steps: losses, the sum of the weights' bits, and the time of each step."""
+    """Some steps: losses, the sum of the weights' bits, the times of steps, and the bytes that leave a host."""
     model = model_of(how, group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     draw = torch.Generator().manual_seed(RANK)
     data = torch.randn(BATCH, WIDTH, generator=draw).cuda()
     losses, took = [], []
+    before = moved()
     for _ in range(STEPS + WARM):
         torch.cuda.synchronize()
         dist.barrier()
@@ -100,11 +101,12 @@ def train(how: str, group: Any) -> dict[str, Any]:
         torch.cuda.synchronize()
         took.append((time.perf_counter() - begin) * 1e3)
         losses.append(float(loss.detach()))
+    sent = (moved() - before) / (STEPS + WARM)
     weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     bits = [int(w.detach().contiguous().view(torch.int32).long().sum()) for w in weights]
     slowest = torch.tensor(took[WARM:])
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return {"losses": losses, "bits": bits, "ms": sorted(slowest.tolist())}
+    return {"losses": losses, "bits": bits, "ms": sorted(slowest.tolist()), "sent": sent}
 
 
 def models(asked: dict[str, Any], nccl: Any) -> None:
@@ -112,14 +114,13 @@ def models(asked: dict[str, Any], nccl: Any) -> None:
     for how in asked["models"]:
         if out_of_time(asked, 10.0):
             break
-        before = moved()
         one = train(how, None)
-        sent = (moved() - before) / (STEPS + WARM)
         two = train(how, None)
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, one["bits"])
         row: dict[str, Any] = {
-            "case": how, "nbytes": sent, "same_runs": one["bits"] == two["bits"] and one["losses"] == two["losses"],
+            "case": how, "nbytes": one["sent"],
+            "same_runs": one["bits"] == two["bits"] and one["losses"] == two["losses"],
             "same_ranks": all(bits == everybody[0] for bits in everybody), "stretto": two["ms"],
             "losses": one["losses"],
         }  # fmt: skip

@@ -61,11 +61,12 @@ class Run:
         self._log, self._hold = where / f"{name}.log", where / f"{name}.go"
         self._hold.unlink(missing_ok=True)
         # A client of MPS has few queues of the GPU unless it asks for more: kernels of a backward pass would stand
-        # behind a sum that waits for the one before it. Compiled code is shared by all ranks and runs.
+        # behind a sum that waits for the one before it; with 16 of each, MPS has none for eight ranks. Compiled code is
+        # not shared by runs: PyTorch's optimizer of DDP failed on graphs that it found in the cache.
         shared = {
             "OMP_NUM_THREADS": "1", "NCCL_SOCKET_IFNAME": "eth", "NCCL_MAX_NCHANNELS": "2",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "16", "TORCHINDUCTOR_COMPILE_THREADS": "4",
-            "TORCHINDUCTOR_CACHE_DIR": str(where.parent / "compiled"), "HOLD": str(self._hold),
+            "CUDA_DEVICE_MAX_CONNECTIONS": "8", "TORCHINDUCTOR_COMPILE_THREADS": "4",
+            "TORCHINDUCTOR_CACHE_DIR": str(where / f"compiled-{name}"), "HOLD": str(self._hold),
         }  # fmt: skip
         with self._log.open("wb") as out:
             self._process = subprocess.Popen(

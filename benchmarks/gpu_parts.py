@@ -22,7 +22,7 @@ COPY = """
 typedef unsigned long long u64;
 struct Params { const uint4* from; uint4* to; u64 vectors; };
 extern "C" __global__ void __launch_bounds__(512, 1) stretto_run(const __grid_constant__ Params P) {
-  const u64 per = (P.vectors + gridDim.x - 1) / gridDim.x, low = per * blockIdx.x;
+  const u64 per = (P.vectors / gridDim.x + 256) / 256 * 256, low = per * blockIdx.x;  // whole 4 KiB
   const u64 high = low + per < P.vectors ? low + per : P.vectors;
   for (u64 i = low + threadIdx.x; i < high; i += 8 * 512) {
     uint4 v[8];

@@ -37,7 +37,7 @@ STARTS_PROCESSES = re.compile(
     | control/test_control_(faults|fork|kills|planner_process|slower|soak|transport|unchanged)
     | cli/test_(controller|demo|lab|probe|run|tune)_
     | runtime/test_(backend(?!_select)|capture_(?!merge)|ddp_hook|distribute
-      |enforcer(_carrier|_flow|_messages|_splits)?\.py|executor|mesh_pipeline|pipelining|probe_(bench|lab)|reshard|torch_versions)
+      |enforcer(_carrier|_flow|_messages|_splits)?\.py|executor|gpu_hosts|inductor|mesh_pipeline|pipelining|probe_(bench|lab)|reshard|torch_versions)
     | strategy/test_search_trials | synthesis/test_(ray_backend|both_solvers)
     """,
     re.VERBOSE,

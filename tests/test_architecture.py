@@ -12,10 +12,9 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from sources import ROOT, nodes_of, tree_of
 
 import stretto
-
-ROOT = Path(stretto.__file__).parent
 
 # A layer may import itself and the layers before it; rooms of one line do not import each other. A dotted name
 # is a room inside another one, with a place of its own.
@@ -61,7 +60,7 @@ def imported(path: Path) -> set[str]:
     inside = path.relative_to(ROOT).with_suffix("").parts
     package = inside[:-1]
     found: set[str | None] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         names: list[tuple[str, ...]] = []
         if isinstance(node, ast.ImportFrom) and node.level:
             base = package[: len(package) - (node.level - 1)]
@@ -237,7 +236,7 @@ def test_no_function_is_longer_than_a_screen_or_two() -> None:
         f"{path.relative_to(ROOT)} {node.name}: {code_lines(node)}"
         for path in sorted(ROOT.rglob("*.py"))
         if path.relative_to(ROOT).parts[0] != "cli"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and code_lines(node) > LONGEST_FUNCTION
     ]
     assert long == []
@@ -246,7 +245,7 @@ def test_no_function_is_longer_than_a_screen_or_two() -> None:
 def test_a_public_class_name_has_one_meaning() -> None:
     homes: dict[str, list[str]] = {}
     for path in sorted(ROOT.rglob("*.py")):
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
     assert {name for name, files in homes.items() if len(files) > 1} == set()
@@ -262,7 +261,7 @@ BRITISH = re.compile(
 def test_identifiers_are_spelled_as_in_the_us() -> None:
     found = set()
     for path in sorted(ROOT.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             names = (getattr(node, field, None) for field in ("id", "attr", "arg", "name"))
             found |= {(name, path.name) for name in names if isinstance(name, str) and BRITISH.search(name)}
     # A baseline's name in files, and a function of the C++ module.
@@ -271,10 +270,7 @@ def test_identifiers_are_spelled_as_in_the_us() -> None:
 
 def test_the_glossary_names_classes_that_there_are() -> None:
     defined = {
-        node.name
-        for path in ROOT.rglob("*.py")
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef)
+        node.name for path in ROOT.rglob("*.py") for node in tree_of(path).body if isinstance(node, ast.ClassDef)
     }
     text = (Path(__file__).parents[1] / "docs" / "glossary.md").read_text()
     named = set(re.findall(r"`([A-Z]\w+)`", text))

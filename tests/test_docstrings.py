@@ -8,9 +8,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import stretto
+from sources import ROOT, tree_of
 
-ROOT = Path(stretto.__file__).parent
 MANY = 3  # functions with so many parameters (self and cls not counted) have Args and Returns sections
 
 COMMANDS = "cli"
@@ -69,7 +68,7 @@ def sections(docstring: str) -> dict[str, list[str]]:
 
 def complaints(path: Path) -> Iterator[str]:
     """What the docstrings of a module's public functions do not say."""
-    for name, function, parameters in public_functions(ast.parse(path.read_text())):
+    for name, function, parameters in public_functions(tree_of(path)):
         if len(parameters) < MANY or ELSEWHERE.search(ast.get_docstring(function) or ""):
             continue
         is_command = decorators(function) & {"command", "callback"} or "Examples:" in (

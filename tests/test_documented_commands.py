@@ -56,6 +56,8 @@ SMALL = {
     "dlrm:A2 ": "dlrm:A2,ranks=8 ", 'dlrm("A2")': 'dlrm("A2", ranks=8)', "hgx2:16": "hgx2:1", "incast:16": "incast:1",
     "budget_s=30": "budget_s=1", "budget_s=5": "budget_s=1", "trials=20": "trials=3",
     "st.GB], lower=True": "st.MB], lower=True, budget_s=0.3", "MB, lower=True": "MB, lower=True, budget_s=0.3",
+    "dgx_h200 -b 1K..1G": "dgx_h200 -b 64K..1M", "--bytes 1K..1G -o tables/": "--bytes 64K..4M -o tables/",
+    "advise gpt:1.3b": "advise gpt:125m",
     'helpers="host")': 'helpers="host", budget_s=0.3)',
 }  # fmt: skip
 """A step of 128 ranks is planned as well with 8."""

@@ -7,14 +7,12 @@ import ast
 import os
 import signal
 import threading
-from pathlib import Path
 
 import pytest
+from sources import ROOT, nodes_of, tree_of
 
-import stretto
 from stretto.process_state import STATE, ProcessPart, ProcessState
 
-ROOT = Path(stretto.__file__).parent
 OWNER = "process_state.py"
 REGISTRIES = {
     ("cluster/presets/registry.py", "_PRESETS"),
@@ -84,8 +82,8 @@ def changes(node: ast.ClassDef) -> bool:
 
 def classes_that_change() -> set[str]:
     """Names of classes of ours whose objects change."""
-    trees = [ast.parse(path.read_text()) for path in ROOT.rglob("*.py")]
-    return {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and changes(node)}
+    nodes = (node for path in ROOT.rglob("*.py") for node in nodes_of(path))
+    return {node.name for node in nodes if isinstance(node, ast.ClassDef) and changes(node)}
 
 
 def has_fields(node: ast.ClassDef) -> bool:
@@ -123,6 +121,7 @@ def changed_inside(tree: ast.Module, names: set[str]) -> list[str]:
     """Containers of a module that one of its functions changes, and classes that any function changes."""
     found = []
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    local = {a.arg for f in functions for a in (*f.args.args, *f.args.kwonlyargs)}
     for node in (inner for function in functions for inner in ast.walk(function)):
         if isinstance(node, ast.Global):
             found += node.names
@@ -131,16 +130,15 @@ def changed_inside(tree: ast.Module, names: set[str]) -> list[str]:
             classlike = name[:1].isupper() and not name.isupper() and isinstance(node, ast.Attribute)
             if classlike or name == "cls" or (isinstance(node, ast.Subscript) and name in names):
                 found.append(ast.unparse(node))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
-            local = {a.arg for f in functions for a in (*f.args.args, *f.args.kwonlyargs)}
-            if isinstance(node.func.value, ast.Name) and node.func.value.id in names - local:
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = node.func.value
+            if node.func.attr in CHANGES and isinstance(owner, ast.Name) and owner.id in names - local:
                 found.append(ast.unparse(node.func))
     return found
 
 
-def kept(text: str, changing: set[str]) -> list[str]:
+def kept(tree: ast.Module, changing: set[str]) -> list[str]:
     """What a file keeps per process by itself."""
-    tree = ast.parse(text)
     own = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     changing = changing - {node.name for node in own if not changes(node)}
     bodies = [tree.body, *(node.body for node in own if not has_fields(node))]
@@ -170,7 +168,7 @@ def kept(text: str, changing: set[str]) -> list[str]:
     ],
 )
 def test_the_checker_sees_every_form(text: str) -> None:
-    assert len(kept(text, {"Ledger"})) == 1
+    assert len(kept(ast.parse(text), {"Ledger"})) == 1
 
 
 def test_only_the_owner_keeps_what_changes() -> None:
@@ -179,7 +177,7 @@ def test_only_the_owner_keeps_what_changes() -> None:
         (str(path.relative_to(ROOT)), name)
         for path in sorted(ROOT.rglob("*.py"))
         if str(path.relative_to(ROOT)) != OWNER
-        for name in kept(path.read_text(), changing)
+        for name in kept(tree_of(path), changing)
     }
     assert found == REGISTRIES
 

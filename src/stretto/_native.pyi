@@ -235,6 +235,25 @@ def time_sends(
     release_us: NDArray[np.float64],
     alpha_blocks: bool,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]: ...
+def timetable(
+    *,
+    num_ranks: int,
+    hop_src: NDArray[np.int32],
+    hop_dst: NDArray[np.int32],
+    link_ptr: NDArray[np.int64],
+    link: NDArray[np.int32],
+    slot_us: NDArray[np.float64],
+    head_us: NDArray[np.float64],
+    tail_us: NDArray[np.float64],
+    extra_us: float,
+    pieces: int,
+    until_us: float,
+    full_us: float,
+    tries: int,
+    ruin: float,
+    most_insertions: int,
+    seed: int,
+) -> tuple[int, NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8], NDArray[np.float64]]: ...
 def pack_forest(
     num_nodes: int,
     src: NDArray[np.int32],

@@ -133,7 +133,7 @@ def train(tmp_path: Path) -> str:
     return str(script)
 
 
-SHORT = ["--trials", "3", "--warmup", "1", "--timed", "3", "--rounds", "4", "--timeout", "600"]
+SHORT = ["--trials", "2", "--warmup", "1", "--timed", "3", "--rounds", "2", "--timeout", "600"]
 
 
 def test_a_real_script_is_described_tried_and_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

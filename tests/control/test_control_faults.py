@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm import Started
 
 JOBS = Path(__file__).parents[1] / "jobs"
 LIMIT_S = 700.0
@@ -23,17 +21,13 @@ RANKS = 2
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("f")
-    process = subprocess.Popen(
-        [sys.executable, str(JOBS / "faults_job.py"), str(folder), str(RANKS)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(JOBS)},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    process = Started(JOBS / "faults_job.py", [str(folder), str(RANKS)], env=environment, log=folder / "log")
     try:
-        said, _ = process.communicate(timeout=LIMIT_S)
+        code = process.wait(LIMIT_S)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, said.decode()[-4000:]
+        process.end()
+    assert code == 0, (folder / "log").read_text()[-4000:]
     return json.loads((folder / "report").read_text())
 
 

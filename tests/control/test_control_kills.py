@@ -7,16 +7,13 @@ STRETTO_KILL_SEED.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm import Started
 
 JOBS = Path(__file__).parents[1] / "jobs"
 TRIALS = int(os.environ.get("STRETTO_KILL_TRIALS", "1"))
@@ -29,22 +26,13 @@ TRIAL_LIMIT_S = 420.0
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("k")
     log = folder / "log"
-    path = str(JOBS)
-    with log.open("wb") as words:
-        process = subprocess.Popen(
-            [
-                sys.executable, str(JOBS / "kills_job.py"), str(folder), f"--victims={','.join(VICTIMS)}",
-                f"--trials={TRIALS}", f"--seed={SEED}",
-            ],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path},
-            stdout=words, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = process.wait(TRIAL_LIMIT_S * TRIALS * len(VICTIMS))
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    arguments = [str(folder), f"--victims={','.join(VICTIMS)}", f"--trials={TRIALS}", f"--seed={SEED}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    process = Started(JOBS / "kills_job.py", arguments, env=environment, log=log)
+    try:
+        code = process.wait(TRIAL_LIMIT_S * TRIALS * len(VICTIMS))
+    finally:
+        process.end()
     # 1: a trial was wrong, which the test of its victim says.
     assert code in (0, 1) and (folder / "outcomes").exists(), log.read_text()[-4000:]
     return [json.loads(line) for line in (folder / "outcomes").read_text().splitlines()]

@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm import Started
 
 JOBS = Path(__file__).parents[1] / "jobs"
 LIMIT_S = 1200.0
@@ -22,18 +19,13 @@ LIMIT_S = 1200.0
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("s")
-    path = str(JOBS)
-    process = subprocess.Popen(
-        [sys.executable, str(JOBS / "slower_job.py"), str(folder)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    process = Started(JOBS / "slower_job.py", [str(folder)], env=environment, log=folder / "log")
     try:
-        said, _ = process.communicate(timeout=LIMIT_S)
+        code = process.wait(LIMIT_S)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, said.decode()[-4000:]
+        process.end()
+    assert code == 0, (folder / "log").read_text()[-4000:]
     return json.loads((folder / "report").read_text())
 
 

@@ -6,38 +6,35 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm import Started
 
 JOBS = Path(__file__).parents[1] / "jobs"
-ITERATIONS, EVERY, LEAST_PLANS = 400, 10, 20
+ITERATIONS, EVERY, LEAST_PLANS = 300, 10, 12
 LIMIT_S = 900.0
 
 
 @pytest.fixture(scope="module", params=["executor", "gloo"])
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("s")
-    path = str(JOBS)
-    process = subprocess.Popen(
-        [sys.executable, str(JOBS / "soak_job.py"), str(folder), request.param, str(ITERATIONS), str(EVERY)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    process = Started(
+        JOBS / "soak_job.py",
+        [str(folder), request.param, str(ITERATIONS), str(EVERY)],
+        env=environment,
+        log=folder / "log",
+    )
     try:
-        said, _ = process.communicate(timeout=LIMIT_S)
+        code = process.wait(LIMIT_S)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, said.decode()[-4000:]
+        process.end()
+    assert code == 0, (folder / "log").read_text()[-4000:]
     return json.loads((folder / "report").read_text())
 
 

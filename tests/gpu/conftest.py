@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -20,7 +21,18 @@ import torch
 
 JOBS = Path(__file__).parents[1] / "jobs"
 LIMIT_S = 150.0
+NO_MPS = {"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent"}
+"""Under MPS a killed client can take all others with it, those of other jobs too: jobs that lose a rank run without."""
 Launch = Callable[..., list[Any]]
+
+
+def free_port() -> int:
+    """A port below those that connections get by themselves, so that nobody else takes it before the job does."""
+    for port in random.sample(range(15_000, 30_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("of 100 ports none is free")
 
 
 def start_ranks(
@@ -30,15 +42,14 @@ def start_ranks(
     purpose.
     """
     assert torch.cuda.is_available(), "make test-gpu needs a GPU and a PyTorch that sees it"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     shared = {
-        "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1",
         "NCCL_SOCKET_IFNAME": "lo", "NCCL_MAX_NCHANNELS": "2", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
         "STRETTO_CACHE": str(folder.parent / "kernels"), "STRETTO_GPU": os.environ.get("STRETTO_GPU", "on"),
         "STRETTO_GPU_POOL": "on",
     }  # fmt: skip
+    if lost:
+        shared |= NO_MPS
     processes = []
     for rank in range(ranks):
         # Several ranks on one GPU work with NCCL when each believes to be on a host of its own.
@@ -61,9 +72,18 @@ def start_ranks(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    said = "\n".join(f"rank {rank}: {(folder / f'out-{rank}').read_text()[-3000:]}" for rank in range(ranks))
+    said = "\n".join(
+        f"rank {rank}: {(folder / f'out-{rank}').read_text()[-3000:]} {report_of(folder, rank)}"
+        for rank in range(ranks)
+    )
     assert codes == [0] * len(waited), f"{codes}\n{said}"
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks) if rank not in lost]
+
+
+def report_of(folder: Path, rank: int) -> str:
+    """What a rank has written, if anything: some jobs put what went wrong there."""
+    path = folder / f"{rank}.json"
+    return path.read_text()[-2000:] if path.exists() else ""
 
 
 @pytest.fixture

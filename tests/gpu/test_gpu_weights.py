@@ -14,15 +14,15 @@ Launch = Callable[..., list[Any]]
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_generated_state_dicts_and_tensors_arrive_bit_for_bit(launch: Launch, ranks: int) -> None:
-    names = ["generated", "resharded", "overlapped", "deltas", "mapped"]
+    names = ["generated", "resharded", "overlapped", "churned", "deltas", "mapped"]
     for told in launch(ranks, "cuda", str(ranks), "2", *names, job=JOB):
-        assert [told[name]["wrong"] for name in names] == [[]] * 5 and told["generated"]["routes"] == ["gpu"]
+        assert [told[name]["wrong"] for name in names] == [[]] * 6 and told["generated"]["routes"] == ["gpu"]
 
 
 def test_the_same_through_pinned_memory(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STRETTO_GPU", "off")
-    for told in launch(4, "cuda", "4", "3", "generated", "overlapped", job=JOB):
-        assert told["generated"]["wrong"] == told["overlapped"]["wrong"] == []
+    for told in launch(4, "cuda", "4", "3", "generated", "overlapped", "churned", job=JOB):
+        assert told["generated"]["wrong"] == told["overlapped"]["wrong"] == told["churned"]["wrong"] == []
         assert told["generated"]["routes"] == ["pinned"]
 
 

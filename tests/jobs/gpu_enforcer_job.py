@@ -291,7 +291,7 @@ def prefetch() -> Any:
         got = []
         for number in range(6):
             got.append(iteration(number))
-            waiting = not held[0]._instance.done if number > 2 else False
+            waiting = not held[0]._queued.done if number > 2 else False
             stretto.torch.step()
         report = enforcer.report()
     held[0].wait()

@@ -275,7 +275,7 @@ def main() -> None:
         else:
             {"check": check, "graph": check_graph, "lost": check_lost}[options.what](comm)
     finally:
-        if comm.lost():
+        if comm.lost() and options.what != "lost":
             print("LOST", comm.rank, comm.lost(), comm._host.tolist(), flush=True)
     say("done")
     dist.barrier()

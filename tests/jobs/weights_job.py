@@ -191,6 +191,35 @@ def overlapped(seed: int, device: str) -> Any:
     return {"wrong": wrong, "did": sorted(did), "refused": refused}
 
 
+def churned(seed: int, device: str) -> Any:
+    """Trainers change their weights and take and fill memory while copies of them are sent."""
+    wrong: list[list[Any]] = []
+    copied = 0
+    streams: Any = torch.cuda
+    side = streams.Stream() if device == "cuda" else None
+    if side is not None:
+        torch.cuda.set_stream(side)
+    case = Case(800 + seed, device, most=96)
+    source = case.source(1)
+    with WeightSync(source, case.target(), staging_bytes=200_000) as sync:
+        for version in range(1, 5):
+            pending = sync.update_async(checksums=version % 2 == 0, snapshot=("on_write", "now")[version // 3])
+            if source is not None:
+                pending.before_write("copy")
+                case.overwrite(source, version + 1)
+                for nbytes in (1 << 12, 1 << 15, 1 << 18) * 8:
+                    torch.full((nbytes,), 77, dtype=torch.uint8, device=device)
+            if pending.wait() != version:
+                wrong.append([version, "number"])
+            copied += pending.copied_bytes
+            with sync.read() as weights:
+                if not case.right(weights, version):
+                    wrong.append([version, "bits"])
+    if side is not None:
+        torch.cuda.set_stream(torch.cuda.default_stream())
+    return {"wrong": wrong, "copied": copied}
+
+
 def deltas(seed: int, device: str) -> Any:
     """Only what has changed is sent, named or found; servers have all of every version."""
     wrong, rounds = [], []
@@ -248,8 +277,8 @@ def dies(seed: int, device: str) -> Any:
 
 
 SCENARIOS: dict[str, Callable[[int, str], Any]] = {
-    "generated": generated, "resharded": resharded, "overlapped": overlapped, "deltas": deltas, "dies": dies,
-    "mapped": mapped,
+    "generated": generated, "resharded": resharded, "overlapped": overlapped, "churned": churned,
+    "deltas": deltas, "dies": dies, "mapped": mapped,
 }  # fmt: skip
 
 

@@ -1,23 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups that share a NIC: the search goes on with the times that their motifs took on the links."""
+"""Groups that share a NIC: the search goes on with the times that their motifs took on the links, and a walk over
+options is judged link by link, against every choice of options of a small step.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 import stretto as st
+from stretto.planner.algebra.options import problem as make_problem
 from stretto.planner.api import PlanResult
 from stretto.planner.candidates import LinkLevelJudge, PlanCandidate
 from stretto.planner.correction import corrected, in_turns_note, searched_again
 from stretto.planner.costs.costs import simulated_costs
+from stretto.planner.on_links import LinkWalk
 from stretto.planner.schedule.retime import retime
 from stretto.planner.schedule.schedule import Scheduler
 from stretto.workload import Dep, Op, Workload
 
 HOSTS = 2
 PAIRS = ((0, 4), (1, 5), (2, 6))
+KEPT = 5
+"""Options of each sum: few enough for every choice to be re-timed."""
 
 
 def cluster() -> st.Cluster:
@@ -84,3 +91,47 @@ def test_a_plan_whose_motifs_meet_nobody_is_left_alone(found: PlanResult) -> Non
     assert candidate.retimed is not None
     alone = replace(candidate, retimed=replace(candidate.retimed, meeting=0))
     assert searched_again(alone, judge, name="x", steps=1, seed=0) is alone
+
+
+@pytest.fixture(scope="module")
+def judge() -> LinkLevelJudge:
+    made = make_problem(step(), cluster(), simulated_costs(cluster()))
+    few = {name: tuple(sorted(some, key=lambda option: option.total_us)[:KEPT]) for name, some in made.options.items()}
+    return LinkLevelJudge(problem=replace(made, options=few), cluster=cluster(), costs=simulated_costs(cluster()))
+
+
+def begin(judge: LinkLevelJudge, *, serial: bool = False) -> tuple[Scheduler, PlanCandidate]:
+    scheduler = Scheduler(judge.problem)
+    plan = scheduler.schedule(tuple(KEPT - 1 for _ in judge.problem.options), serial=serial)
+    return scheduler, judge.retimed(PlanCandidate(name="begin", schedule=plan))
+
+
+def test_it_finds_the_best_of_all_choices(judge: LinkLevelJudge) -> None:
+    scheduler, first = begin(judge)
+    choices = product(range(KEPT), repeat=len(judge.problem.options))
+    every = [judge.retimed(PlanCandidate(name="x", schedule=scheduler.schedule(choice))).us for choice in choices]
+    walk = LinkWalk(judge, scheduler, seed=3)
+    found = walk.best(first, name="walk", most=200, until=float("inf"), bound_us=0.0)
+    assert found.name == "walk"
+    assert found.us < first.us
+    assert found.us <= min(every) * (1 + 1e-9)
+    assert judge.retimed(replace(found, retimed=None)).us == pytest.approx(found.us)
+
+
+def test_the_seed_decides_alone(judge: LinkLevelJudge) -> None:
+    scheduler, first = begin(judge)
+    walks = [LinkWalk(judge, scheduler, seed=7) for _ in range(2)]
+    one, other = (walk.best(first, name="x", most=9, until=float("inf"), bound_us=0.0) for walk in walks)
+    assert one.schedule.choice == other.schedule.choice
+    assert [walk.retimed for walk in walks] == [9, 9]
+
+
+def test_where_there_is_nothing_to_walk_over(judge: LinkLevelJudge) -> None:
+    scheduler, first = begin(judge)
+    at_bound = LinkWalk(judge, scheduler, seed=0)
+    assert at_bound.best(first, name="x", most=9, until=float("inf"), bound_us=first.us) is first
+    late = LinkWalk(judge, scheduler, seed=0)
+    assert late.best(first, name="x", most=9, until=0.0, bound_us=0.0) is first
+    _, serial = begin(judge, serial=True)
+    assert LinkWalk(judge, scheduler, seed=0).best(serial, name="x", most=9, until=float("inf"), bound_us=0.0) is serial
+    assert at_bound.retimed == late.retimed == 0

@@ -3,14 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from warm import Started
 
 from stretto.workload import Workload
 
@@ -40,25 +37,16 @@ def launch(
     """
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, str(JOBS / script), str(folder), str(ranks)],
-            env=os.environ
-            | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(EXAMPLES)}
-            | {"STRETTO_TEST_WORDS": json.dumps(words_of(session, script))},
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code: int | str = process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            code = f"none after {LIMIT_S:g} s"
-        finally:
-            # The ranks are a session of their own, so a hanging one goes with its parent.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    path = os.pathsep.join(filter(None, [str(EXAMPLES), os.environ.get("PYTHONPATH", "")]))
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
+    environment["STRETTO_TEST_WORDS"] = json.dumps(words_of(session, script))
+    process = Started(JOBS / script, [str(folder), str(ranks)], env=os.environ | environment, log=log)
+    try:
+        code: int | str = process.wait(LIMIT_S)
+    except TimeoutError:
+        code = f"none after {LIMIT_S:g} s"
+    finally:
+        process.end()
     assert code == 0, f"exit code {code}\n{log.read_text()[-6000:]}"
     reports = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(reporting or ranks)]
     return {name: [_read(report[name]) for report in reports] for name in reports[0]}

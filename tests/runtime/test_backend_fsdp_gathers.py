@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from torch import nn
+from warm import Started
 
 import stretto.torch
 from stretto.errors import InvalidInput
@@ -20,12 +19,13 @@ LIMIT_S = 600.0
 
 
 def test_losses_are_those_of_plain_fsdp_and_nobody_waits_at_the_call(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(JOB), str(tmp_path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True, text=True, timeout=LIMIT_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    process = Started(JOB, [str(tmp_path)], env=environment, log=tmp_path / "log")
+    try:
+        code = process.wait(LIMIT_S)
+    finally:
+        process.end()
+    assert code == 0, (tmp_path / "log").read_text()[-4000:]
     for rank in range(2):
         told = json.loads((tmp_path / f"rank{rank}.json").read_text())
         for each in told["each"]:

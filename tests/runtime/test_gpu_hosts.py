@@ -6,10 +6,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ import numpy as np
 import pytest
 from executor_ranks import launch
 from gpu_emulation import EmulatedGpu
+from warm import Started
 
 from stretto.programs.fused import fuse
 from stretto.programs.stages import cut
@@ -52,20 +50,17 @@ def backend_job(folder: Path, hosts: str, *scenario: str) -> list[Any]:
         "WORLD_SIZE": str(len(names)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo", "STRETTO_TEST_HOSTS": hosts, "STRETTO_GPU": "hosts",
     }  # fmt: skip
-    command = [sys.executable, str(JOBS / "gpu_hosts_backend_job.py"), str(folder), *scenario]
-    jobs = []
-    for rank in range(len(names)):
-        with (folder / f"log{rank}").open("wb") as log:
-            environment = os.environ | shared | {"RANK": str(rank)}
-            jobs.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    job, arguments = JOBS / "gpu_hosts_backend_job.py", [str(folder), *scenario]
+    ranks = [
+        Started(job, arguments, env=os.environ | shared | {"RANK": str(rank)}, log=folder / f"log{rank}")
+        for rank in range(len(names))
+    ]
     try:
-        for job in jobs[:-1]:
-            job.wait(LIMIT_S)
+        for rank in ranks[:-1]:
+            rank.wait(LIMIT_S)
     finally:
-        for job in jobs:
-            if job.poll() is None:
-                job.send_signal(signal.SIGKILL)
-            job.wait()
+        for rank in ranks:
+            rank.end()
     files = [folder / f"{rank}.json" for rank in range(len(names))]
     found = [json.loads(file.read_text()) if file.exists() else None for file in files]
     assert all(each is not None for each in found[:-1]), (folder / "log0").read_text()[-3000:]

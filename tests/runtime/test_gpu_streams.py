@@ -24,7 +24,7 @@ from stretto.runtime.gpu.compile import (
     kernel_options,
     kernel_source,
 )
-from stretto.runtime.gpu.encode import ELEMENT_BYTES, REDUCTIONS, chunk_elements, encode
+from stretto.runtime.gpu.encode import ELEMENT_BYTES, REDUCTIONS, chunk_elements, encode, rounded
 
 MODES: tuple[dict[str, Any], ...] = ({}, {"symmetric": True}, {"protocol": "ll"})
 
@@ -105,6 +105,22 @@ def test_direct_programs_in_symmetric_memory_meet_at_their_ends_alone(ranks: int
     gpu.run(calls, seed=ranks)
     for call in calls:
         gpu.check(call)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_slices_of_many_vectors_begin_where_lines_of_memory_do(ranks: int) -> None:
+    """Every thread loads many vectors, the last ones fewer; slices of three blocks are no powers of two."""
+    gpu, rng = EmulatedGpu(ranks), np.random.default_rng(ranks)
+    count = 6011 * ranks
+    calls = [
+        gpu.prepare(fuse(algorithm("direct", kind, ranks), symmetric=True), count, dtype, "sum", rng, blocks=3)
+        for kind in ("all_reduce", "reduce_scatter", "all_gather")
+        for dtype in ("float32", "int16")
+    ]
+    gpu.run(calls, seed=ranks, threads=3)
+    for call in calls:
+        gpu.check(call)
+    assert rounded(np.array([count // 3]), 4) * 4 % 128 == 0
 
 
 def test_ranks_get_the_same_bits_in_the_order_of_ranks() -> None:

@@ -6,12 +6,11 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm import Started
 
 JOB = Path(__file__).parents[1] / "jobs" / "weights_job.py"
 RANKS, LIMIT_S = 4, 400
@@ -23,13 +22,15 @@ def outcomes_of(folder: Path, seed: int, *scenarios: str, lost: int | None = Non
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(JOB), str(folder), "cpu", str(RANKS), str(seed), *scenarios]
-    ranks = [subprocess.Popen(command, env=shared | {"RANK": str(rank)}) for rank in range(RANKS)]
+    arguments = [str(folder), "cpu", str(RANKS), str(seed), *scenarios]
+    ranks = [
+        Started(JOB, arguments, env=shared | {"RANK": str(rank)}, log=folder / f"log{rank}") for rank in range(RANKS)
+    ]
     try:
         codes = [process.wait(LIMIT_S) for process in ranks]
     finally:
         for process in ranks:
-            process.kill()
+            process.end()
     found = {rank: folder / f"{rank}.json" for rank in range(RANKS) if codes[rank] != -9 or lost is None}
     said = [json.loads(path.read_text()) for path in found.values() if path.exists()]
     assert all(code == 0 for rank, code in enumerate(codes) if rank in found), said

@@ -34,7 +34,8 @@ SAMPLES: dict[str, dict[str, tuple[str, Any]]] = {
     "compose": {"pieces": ("1,2", [1, 2])},
     "exchange": {},
     "phases": {},
-    "shares": {},
+    "timetable": {},
+    "rails": {"max_transfers": ("500", 500)},
     "exact": {"solver": ("highs", "highs"), "channels": ("dim0", ["dim0"])},
     "flow": {"pieces": ("4", 4)},
     "forest": {
@@ -48,10 +49,10 @@ SAMPLES: dict[str, dict[str, tuple[str, Any]]] = {
 }  # fmt: skip
 """A value for every option of every maker, as a command line and as Python gives it."""
 KINDS = {
-    "flow": "all_to_all", "phases": "all_to_all", "exchange": "all_reduce", "shares": "all_reduce",
-    "tree_pairs": "all_reduce",
+    "flow": "all_to_all", "phases": "all_to_all", "exchange": "all_reduce", "timetable": "all_reduce",
+    "rails": "all_reduce", "tree_pairs": "all_reduce",
 }  # fmt: skip
-CLUSTERS = {"steiner": "ring:5", "phases": "fat_tree:4"}
+CLUSTERS = {"steiner": "ring:5", "phases": "fat_tree:4", "rails": "dgx_h100:3"}
 """A device more than take part, for the maker that asks devices outside the group for help; a tree of switches."""
 
 
@@ -83,17 +84,18 @@ def test_a_maker_gets_its_options_and_no_others(name: str, monkeypatch: pytest.M
     save_program(old, tmp_path / "old.txt")
     begin = ["--from", str(tmp_path / "old.txt")] if name == "repair" else []
     kind, ring = KINDS.get(name, "all_gather"), CLUSTERS.get(name, "ring:4")
+    ranks = 24 if name == "rails" else 4
     for text_or_value in (0, 1):
         given = {key: sample[text_or_value] for key, sample in SAMPLES[name].items()}
         if text_or_value == 0:
             settings = [part for key, text in given.items() for part in ("--set", f"{name}.{key}={text}")]
-            command = ["synth", kind, "-c", ring, "--ranks", "4", "--makers", name, "--no-cache", "--budget", "1"]
+            command = ["synth", kind, "-c", ring, "--ranks", str(ranks), "--makers", name, "--no-cache"]
             physics = ["--contention", "fair", "--alpha", "blocking"]
-            assert run([*command, *settings, *physics, "--helpers", "all", *begin]) == 2
+            assert run([*command, *settings, *physics, "--budget", "1", "--helpers", "all", *begin]) == 2
         else:
             with pytest.raises(Infeasible, match="was only listened to"):
                 synthesize(
-                    COLLECTIVES[kind](4), st.Cluster.load(ring), 4e6, makers=[name], cache=False,
+                    COLLECTIVES[kind](ranks), st.Cluster.load(ring), 4e6, makers=[name], cache=False,
                     maker_options={name: given}, contention="fair", alpha="blocking", helpers="all",
                     base=old if begin else None,
                 )  # fmt: skip

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 SHOWN = 12
 SYSTEMS = ("stretto", "send_recv", "gather_broadcast")
-NCCL_SYSTEMS = ("nccl_send_recv", "nccl_gather_broadcast")
+GPU_SYSTEMS = ("nccl_send_recv", "nccl_gather_broadcast")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -139,7 +139,7 @@ def run(
     runs: Annotated[int, typer.Option(metavar="N", help="How often each system runs for the clock.")] = 3,
     system: Annotated[
         list[str] | None,
-        typer.Option(metavar="|".join(SYSTEMS + NCCL_SYSTEMS), help="Run this one only; may be repeated."),
+        typer.Option(metavar="|".join(SYSTEMS + GPU_SYSTEMS), help="Run this one only; may be repeated."),
     ] = None,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where the weights are.")] = "cpu",
     staging: Annotated[str, typer.Option(metavar="SIZE", help="The most bytes that a rank packs at a time.")] = "256M",

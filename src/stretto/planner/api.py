@@ -46,7 +46,7 @@ BASELINES_SHARE = 0.3
 """The share of the time that is then left for the baselines, which share it evenly; the rest is the search's."""
 JUDGING_SHARE = 0.1
 """The share of the budget at its end in which candidates are re-timed."""
-WRITING_TIMES = 3.0
+WRITING_TIMES = 7.0
 """To write out, check and re-time the plan of a large step takes so many times as long as to make its smaller one."""
 URGENT = ("fifo", "syndicate", "s_exec", "s_sched", "nccl_ring", "nccl_tree", "bytescheduler+", "hand_optimised")
 """The order in which systems are scheduled on a large step, where there may be no time for all; then the others."""

@@ -24,6 +24,14 @@ ROUNDS = 3
 LEAST_SEARCH_S = 0.5
 
 
+def differs(candidate: PlanCandidate) -> bool:
+    """Whether motifs that meet on links make a candidate's re-timed iteration another one than the predicted."""
+    found = candidate.retimed
+    if found is None or not found.meeting:
+        return False
+    return abs(found.period_us / candidate.schedule.period_us - 1) > CORRECTED
+
+
 def corrected(problem: PlanProblem, candidate: PlanCandidate) -> PlanProblem:
     """The problem with the durations that re-timing found for a candidate's motifs.
 
@@ -87,8 +95,7 @@ def searched_again(
         The candidate; its schedule has the times of the corrected model.
     """
     for turn in range(ROUNDS):
-        found_us = best.retimed.period_us if best.retimed is not None and best.retimed.meeting else 0.0
-        if not found_us or abs(found_us / best.schedule.period_us - 1) <= CORRECTED:
+        if not differs(best):
             return best
         scheduler = Scheduler(corrected(judge.problem, best))
         now = best.schedule

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -10,12 +11,16 @@ from ..cluster import Cluster
 from ..errors import Infeasible
 from .baselines import DEFAULTS, Systems
 from .candidates import NEAR_SHARING, LinkLevelJudge, PlanCandidate, feedable
-from .correction import in_turns_note, searched_again
+from .correction import differs, in_turns_note, searched_again
 from .costs.costs import CostModel
+from .on_links import LinkWalk
 from .plan import PLAIN, SYSTEM
 from .schedule.problem import PlanProblem
 from .schedule.schedule import StepSchedule, check_order
 from .schedule.search import SearchResult
+
+MAX_WALK, WALK_STEPS = 500, 4
+"""The most plans that a walk over options re-times; where a number of steps was asked for, one for every so many."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,10 +64,11 @@ class PlanJudge:
         judge = self._on_links(self.compared.own.problem)
         if retimes:
             best, link_level_us = judge.best(offered)
-            again = None if steps is None else max(1, steps // 2)
             first = best
+            best = self._walked(best, judge, steps, found)
+            again = None if steps is None else max(1, steps // 2)
             best = searched_again(best, judge, name=SYSTEM, steps=again, seed=found.seed)
-            if best is not first:
+            if best is not first and differs(first):
                 notes += (in_turns_note(first),)
             link_level_us[best.name] = min(best.us, link_level_us.get(best.name, best.us))
         if best.name != SYSTEM:
@@ -75,6 +81,17 @@ class PlanJudge:
             notes += (f"plain order: all that another one promises is {100 * gain:.1f} % of it",)
             best = judge.retimed(best) if retimes else best
         return name, self._whole(best, retimes), link_level_us, notes
+
+    def _walked(
+        self, best: PlanCandidate, judge: LinkLevelJudge, steps: int | None, found: SearchResult
+    ) -> PlanCandidate:
+        """The best plan of a walk over options link by link; of large steps, which take seconds each, there is none."""
+        if self.compared.reduces or best.retimed is None or not best.retimed.meeting:
+            return best
+        walk = LinkWalk(judge, self.compared.own, seed=found.seed)
+        most = MAX_WALK if steps is None else min(MAX_WALK, steps // WALK_STEPS)
+        until = float("inf") if steps is not None else (time.monotonic() + judge.until) / 2
+        return walk.best(best, name=SYSTEM, most=most, until=until, bound_us=found.bound.us)
 
     def _whole(self, best: PlanCandidate, retimes: bool) -> PlanCandidate:
         if not self.compared.reduces:

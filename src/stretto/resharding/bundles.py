@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..collectives.reshard import Piece
 from ..errors import InvalidInput
@@ -55,8 +56,7 @@ class Bundle:
         return replace(self, chunks=max(1, min(chunks, MAX_CHUNKS, self.nbytes // self.align)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hop:
+class Hop(NamedTuple):
     """One message on a chunk's route; `parent` is the hop that delivers the chunk to `src`, -1 if `src` holds it."""
 
     src: int

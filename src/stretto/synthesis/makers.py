@@ -26,11 +26,12 @@ from . import (
     forest,
     greedy,
     phases,
+    rails,
     repair,
-    shares,
     steiner,
     symmetric,
     three_stage,
+    timetable,
     tree_pairs,
 )
 from .explorer import sketch_variants
@@ -230,8 +231,15 @@ def _exchange(request: MakerRequest) -> Program:
     return exchange.synthesize(request.collective, request.cluster, **request.shared, **request.options)
 
 
-def _shares(request: MakerRequest) -> Program:
-    return shares.synthesize(request.collective, request.cluster, **request.shared, **request.options)
+def _rails(request: MakerRequest) -> Program:
+    options = dict(request.options)
+    if request.problem.lower:
+        options.setdefault("max_transfers", MAX_LOWERED_TRANSFERS)
+    return rails.synthesize(request.collective, request.cluster, **request.shared, **options)
+
+
+def _timetable(request: MakerRequest) -> Program:
+    return timetable.synthesize(request.collective, request.cluster, **request.shared, **request.options)
 
 
 def _tree_pairs(request: MakerRequest) -> Program:
@@ -273,7 +281,12 @@ def _on_trees(problem: SynthesisProblem) -> list[tuple[str, dict[str, Any]]]:
 def _on_direct_links(problem: SynthesisProblem) -> list[tuple[str, dict[str, Any]]]:
     if problem.lower:
         raise Infeasible("makes programs of more steps than file formats hold")
-    shares.require_direct_links(problem.collective, problem.cluster)
+    timetable.require_direct_links(problem.collective, problem.cluster)
+    return one_variant(problem)
+
+
+def _on_rails(problem: SynthesisProblem) -> list[tuple[str, dict[str, Any]]]:
+    rails.rail_grid(problem.collective, problem.cluster)
     return one_variant(problem)
 
 
@@ -314,12 +327,23 @@ register_maker(
 )
 register_maker(
     SearchMaker(
-        name="shares",
-        make=_shares,
+        name="timetable",
+        make=_timetable,
         collectives=("all_reduce",),
-        weight=6.0,
+        weight=12.0,
         max_ranks=FEW_PAIRED,
         variants=_on_direct_links,
+    )
+)
+register_maker(
+    SearchMaker(
+        name="rails",
+        make=_rails,
+        collectives=("all_reduce",),
+        weight=2.0,
+        max_ranks=128,
+        variants=_on_rails,
+        options={"max_transfers": Count},
     )
 )
 register_maker(

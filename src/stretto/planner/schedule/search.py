@@ -304,23 +304,38 @@ def _tidy(scheduler: Scheduler, plan: StepSchedule) -> StepSchedule:
     options = [scheduler.problem.options[op.name] for op in scheduler.problem.workload.comm_ops]
     if sum(len(of_op) for of_op in options) > MAX_TIDY:
         return plan
-    for at, (op, of_op) in enumerate(zip(scheduler._comm, options, strict=True)):
+    for at, of_op in enumerate(options):
         effort = [(len(option.tasks), option.total_us) for option in of_op]
         simpler = [k for k in range(len(of_op)) if effort[k] < effort[plan.choice[at]]]
         for k in sorted(simpler, key=lambda k: effort[k]):
-            choice = (*plan.choice[:at], k, *plan.choice[at + 1 :])
-            mine = [task for task in scheduler.tasks(choice) if task[0] == op]
-            first = next(n for n, task in enumerate(plan.order) if task[0] == op)
-            rest = [(task, s) for task, s in zip(plan.order, plan.shift, strict=True) if task[0] != op]
-            listed = [*rest[:first], *((task, plan.shift[first]) for task in mine), *rest[first:]]
-            try:
-                other = scheduler.replay(choice, [x for x, _ in listed], [s for _, s in listed], serial=plan.serial)
-            except Infeasible:
-                continue
-            if other.period_us <= plan.period_us * (1 + 1e-12):
+            other = with_option(scheduler, plan, at, k)
+            if other is not None and other.period_us <= plan.period_us * (1 + 1e-12):
                 plan = scheduler.in_time_order(other)
                 break
     return plan
+
+
+def with_option(scheduler: Scheduler, plan: StepSchedule, at: int, option: int) -> StepSchedule | None:
+    """A plan in which one comm-op has another option, whose tasks run one after the other where its first one did.
+
+    Args:
+        scheduler: the scheduler of the plan's problem.
+        plan: the plan.
+        at: position of the comm-op among all.
+        option: the option.
+
+    Returns:
+        The plan; None if its tasks would wait for each other in a circle.
+    """
+    op, choice = scheduler._comm[at], (*plan.choice[:at], option, *plan.choice[at + 1 :])
+    mine = [(op, task) for task in range(len(scheduler._options[at][option].tasks))]
+    first = next(n for n, task in enumerate(plan.order) if task[0] == op)
+    rest = [(task, s) for task, s in zip(plan.order, plan.shift, strict=True) if task[0] != op]
+    listed = [*rest[:first], *((task, plan.shift[first]) for task in mine), *rest[first:]]
+    try:
+        return scheduler.replay(choice, [x for x, _ in listed], [s for _, s in listed], serial=plan.serial)
+    except Infeasible:
+        return None
 
 
 def _round_steps(scheduler: Scheduler, most: int) -> int:

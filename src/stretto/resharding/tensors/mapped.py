@@ -60,6 +60,8 @@ class MappedSync:
         self._where: dict[str, PlacedTensor] = {}
         self._made: list[MappedTensor] = []
         self._kept: dict[int, dict[str, torch.Tensor]] = {}
+        self._ends: dict[int, list[Any]] = {}
+        """Where the stream that has made each kept version was then."""
         self._lock = threading.Lock()
         pieces: Dict | None = None
         wanted: Dict | None = source
@@ -106,6 +108,8 @@ class MappedSync:
     @contextmanager
     def read(self, version: int | None = None) -> Iterator[Weights]:
         """The server's tensors of the current version (or of another that is there), by the server's names."""
+        from .describe import local_of
+        from .packing import follow_streams, stream_ends
         from .pieces import assembled
 
         with self._sync.read(version) as pieces:
@@ -114,7 +118,11 @@ class MappedSync:
                     made = dict(assembled(self._made, self._target, pieces, self._where, self._rank))
                     newest = sorted(self._kept)[-1:]
                     self._kept = {number: self._kept[number] for number in newest} | {pieces.version: made}
+                    self._ends = {number: self._ends[number] for number in newest}
+                    self._ends[pieces.version] = stream_ends(list(map(local_of, made.values())))
                 found = Weights(pieces.version, self._kept[pieces.version])
+                # Whoever reads second may be on another stream of the GPU than who has joined the pieces.
+                follow_streams(self._ends[pieces.version], list(map(local_of, found.values())))
             yield found
 
     def read_pieces(self) -> AbstractContextManager[Weights]:

@@ -77,6 +77,24 @@ def finish_stream(tensors: Tensors) -> None:
         cuda.current_stream().synchronize()
 
 
+def stream_ends(tensors: Tensors) -> list[Any]:
+    """Where the current stream of the GPU is now: an event, or none where no tensor is on a GPU."""
+    if not any(tensor is not None and tensor.is_cuda for tensor in tensors):
+        return []
+    end = cuda.Event()
+    end.record()
+    return [end]
+
+
+def follow_streams(ends: Sequence[Any], tensors: Tensors) -> None:
+    """Let the current stream wait for others, and PyTorch's allocator know that it uses tensors of theirs."""
+    for end in ends:
+        cuda.current_stream().wait_event(end)
+        for tensor in tensors:
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(cuda.current_stream())
+
+
 class RoundBuffers:
     """The packed input and output of the rounds that are under way, by turns.
 
@@ -184,6 +202,16 @@ class RoundBuffers:
         if self._gpu is not None:
             self._lanes[0].synchronize()
 
+    def borrow(self, packed: torch.Tensor) -> None:
+        """Rounds read memory that was made on another stream, and that nobody holds until they have."""
+        if packed.is_cuda and self._gpu is not None:
+            for lane in self._lanes[:2]:
+                packed.record_stream(lane)
+
+    def reach(self, slot: int, check: Callable[[], None]) -> None:
+        """Wait on the host until the last round of a buffer is unpacked."""
+        self._await(self._ends[2, slot], check)
+
     def catch_up(self) -> None:
         """Let the caller's stream wait for all rounds that were started; raise what has ended them."""
         if self._gpu is not None:
@@ -198,6 +226,9 @@ class RoundBuffers:
         self._lanes[2].wait_stream(cuda.current_stream(self._gpu))
         end = cuda.Event()
         end.record(self._lanes[2])
+        self._await(end, check)
+
+    def _await(self, end: Any, check: Callable[[], None]) -> None:
         looked = time.monotonic()
         while not end.query():
             self._carrier.group.gpu.check()

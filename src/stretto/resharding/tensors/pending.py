@@ -116,7 +116,7 @@ class SourceGuard:
             raise unknown("how", how, ("copy", "wait", "cheaper"))
         done = "nothing"
         with self._lock:
-            if not self._over and not self._here_read and self._here is None and self._transfer.gpu is None:
+            if not self._over and not self._here_read and self._here is None:
                 self._here = [box.clone() for box in self._transfer.held_here(self._sources)]
                 finish_stream(self._here)
             while not self._over and (self._left() or (self._here is None and not self._here_read)):

@@ -7,7 +7,7 @@ To compare with; both run on the wrapped backend of the default process group.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -105,6 +105,61 @@ class GatherBroadcast:
             work.wait()
         for part, buffer in late:
             part.copy_(buffer)
+
+
+class SymmetricPull:
+    """Written by hand for GPUs of one host: trainers copy their parts into symmetric memory as large as all of them,
+    and servers copy boxes of it, each straight into its own tensors.
+
+    It has no limit of memory, no versions, and no answer to a rank that dies.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], sources: Locals, targets: Locals) -> None:
+        import torch.distributed._symmetric_memory as symmetric
+
+        me, memory = dist.get_rank(), cast("Any", symmetric)
+        tiles = [[_tiles(side, t.shape) for side in (t.src, t.dst)] for t in tensors]
+        places: list[dict[int, int]] = []
+        ends: dict[int, int] = {}
+        for tensor, (src, _) in zip(tensors, tiles, strict=True):
+            places.append({})
+            for rank, tile in src.items():
+                count = int((tile[:, 1] - tile[:, 0]).prod()) * tensor.dtype_bytes
+                places[-1][rank] = ends.get(rank, 0)
+                ends[rank] = ends.get(rank, 0) + -(-count // 16) * 16
+        device = torch.device("cuda", torch.cuda.current_device())
+        self._buffer = memory.empty(max(ends.values()), dtype=torch.uint8, device=device)
+        self._handle = memory.rendezvous(self._buffer, cast("Any", dist.group.WORLD).group_name)
+
+        def part(at: int, rank: int) -> torch.Tensor:
+            tile = tiles[at][0][rank]
+            shape, dtype = [int(b - a) for a, b in tile], torch.bfloat16
+            found: torch.Tensor = self._handle.get_buffer(rank, shape, dtype, places[at][rank] // dtype.itemsize)
+            return found
+
+        mine = [(part(at, me), source) for at, source in enumerate(sources) if source is not None]
+        self._pushed, self._given = [goal for goal, _ in mine], [source for _, source in mine]
+        self._goals: list[torch.Tensor] = []
+        self._boxes: list[torch.Tensor] = []
+        load: dict[int, int] = {}
+        for task in decompose(tensors):
+            for receiver in task.receivers:
+                alike = [receiver] if receiver in task.holders[0] else task.holders[0]
+                sender = min(alike, key=lambda d: (load.get(d, 0), d))
+                load[sender] = load.get(sender, 0) + task.nbytes
+                want = targets[task.tensor]
+                if receiver == me and want is not None:
+                    src, dst = tiles[task.tensor]
+                    self._goals.append(_box(want, dst[me], task))
+                    self._boxes.append(_box(part(task.tensor, sender), src[sender], task))
+
+    def __call__(self) -> None:
+        """Move everything once; all ranks call this."""
+        for goals, boxes in ((self._pushed, self._given), (self._goals, self._boxes)):
+            if goals:
+                torch._foreach_copy_(goals, boxes)
+            torch.cuda.synchronize()
+            dist.all_reduce(torch.zeros(1))
 
 
 def _tiles(side: Layout, shape: Sequence[int]) -> dict[int, Any]:

@@ -256,6 +256,8 @@ class Transfer:
         with reading as packed, memory.packing(slot):
             if guard is None:
                 packed = _whole(each.inputs, sources, each.in_bytes)
+            elif packed is not None:
+                memory.borrow(packed)
             if packed is None:
                 packed = pack(each.inputs, sources, memory.take(0, slot, each.in_bytes, device))
             elif memory.shares_inputs:
@@ -277,6 +279,9 @@ class Transfer:
         if not each.mover.queued:
             return finish
         finish(lambda: None)
+        if guard is not None:
+            # The host stays as close to the GPU as buffers allow, so that a writer finds most rounds not yet read.
+            return lambda check: memory.reach(slot, check)
         return lambda check: memory.catch_up()
 
     def pack_round(self, each: Round, sources: Tensors, device: torch.device | None) -> torch.Tensor:
@@ -285,12 +290,14 @@ class Transfer:
         Args:
             each: the round.
             sources: this rank's local part of each tensor; None where it has none.
-            device: where the sources are; None for the CPU.
+            device: where the sources are; None where there are none.
 
         Returns:
             The bytes.
         """
-        return pack(each.inputs, sources, torch.empty(each.in_bytes, dtype=torch.uint8, device=device))
+        # A program on GPU memory takes an empty input, too, only from there.
+        where = device if device is not None else self.gpu
+        return pack(each.inputs, sources, torch.empty(each.in_bytes, dtype=torch.uint8, device=where))
 
     def _program(
         self, tasks: list[UnitTask], op: str, dtype: torch.dtype, staging_bytes: int | None, least_rounds: int

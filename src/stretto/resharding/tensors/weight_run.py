@@ -15,14 +15,16 @@ import torch.distributed as dist
 from ...errors import InvalidInput, unknown
 from ...weights.models import ModelShapes
 from ...weights.parallel import ParallelDegrees
-from .. import Layout, Tensor
+from .. import Tensor
 from .describe import AnyTensor, TensorPart
-from .plain import GatherBroadcast, Locals, PlainMessages
+from .plain import GatherBroadcast, Locals, PlainMessages, SymmetricPull
+from .weight_tensors import empty, exact, filled, parts, placed_model, tile
 from .weights import STAGING_BYTES, WeightSync
 
 SYSTEMS = ("stretto", "send_recv", "gather_broadcast")
-NCCL_SYSTEMS = ("nccl_send_recv", "nccl_gather_broadcast")
-"""On GPUs the first three run on our executor, with their own plans, and these two by NCCL."""
+GPU_SYSTEMS = ("gather_direct", "symmetric_pull", "nccl_send_recv", "nccl_gather_broadcast")
+"""On GPUs the first three run on our executor, with their own plans: the last with the best broadcast that we find,
+`gather_direct` with plain messages. `symmetric_pull` is by hand on PyTorch's symmetric memory, the others by NCCL."""
 LEAD_S = 0.05
 """Between agreeing on the beginning of a run and the beginning."""
 TRAINED = {"cpu": 256, "cuda": 4096}
@@ -47,6 +49,21 @@ class WeightTimes:
     def time_s(self) -> float:
         """The median."""
         return median(self.times_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingTimes:
+    """What sending costs a trainer, whose step is a matrix product; of the rank that suffers most."""
+
+    alone_s: float
+    """The time of a step while nothing is sent."""
+    slowdown: float
+    """The time of a step while weights are sent over that of one alone."""
+    update_s: float
+    """From the beginning of an update until its end."""
+    lost_s: float
+    """Training time that an update costs: what it takes less the steps that were done meanwhile."""
+    steps: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,43 +104,162 @@ def run_weights(
     Raises:
         InvalidInput: there are too few ranks, or degrees that do not fit.
     """
-    known = SYSTEMS + (NCCL_SYSTEMS if device == "cuda" else ())
-    for name in systems:
-        if name not in known:
-            raise InvalidInput(f"systems: {name!r} is none of {', '.join(known)}")
-    if device not in TRAINED:
-        raise unknown("device", device, TRAINED)
-    tensors = placed_model(model, trainer, server, dist.get_world_size())
-    me = dist.get_rank()
-    sources = [_filled(t, t.src, me, device) for t in tensors]
-    targets = [_empty(t, t.dst, me, device) for t in tensors]
-    given, wanted = _parts(tensors, sources, 0) or None, _parts(tensors, targets, 1) or None
-    sync = WeightSync(given, wanted, staging_bytes=staging_bytes)
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    found = []
-    for name in systems:
-        for target in targets:
+    runner = WeightRunner(model, trainer=trainer, server=server, staging_bytes=staging_bytes, device=device)
+    runner.check(systems)
+    found = [runner.measure(name, runs) for name in systems]
+    made = WeightRun(
+        model=model, nbytes=runner.nbytes, bound_us=runner.sync.bound_us, predicted_us=runner.sync.predicted_us,
+        systems=tuple(found), slowdown=runner.train().slowdown, route=runner.sync.route,
+        copied_us=runner.copy_us() if device == "cuda" else 0.0,
+    )  # fmt: skip
+    runner.close()
+    return made
+
+
+class WeightRunner:
+    """The weights of a model on the ranks of the default process group, ready to be moved in one way or another.
+
+    All ranks construct it, and call its methods, together.
+    """
+
+    def __init__(
+        self, model: ModelShapes, *, trainer: ParallelDegrees | str, server: ParallelDegrees | str,
+        staging_bytes: int = STAGING_BYTES, device: str = "cpu",
+    ) -> None:  # fmt: skip
+        """Make the tensors and plan.
+
+        Args:
+            model: the tensors.
+            trainer: the trainers' degrees.
+            server: the servers' degrees.
+            staging_bytes: the most bytes that a rank packs at a time.
+            device: "cpu" or "cuda".
+
+        Raises:
+            InvalidInput: there are too few ranks, or degrees that do not fit.
+        """
+        if device not in TRAINED:
+            raise unknown("device", device, TRAINED)
+        self.device, self.staging_bytes, self.me = device, staging_bytes, dist.get_rank()
+        self.tensors = placed_model(model, trainer, server, dist.get_world_size())
+        self.nbytes = sum(t.nbytes for t in self.tensors)
+        self.sources = [filled(t, t.src, self.me, device) for t in self.tensors]
+        self.targets = [empty(t, t.dst, self.me, device) for t in self.tensors]
+        self.sync = WeightSync(*self.parts(), staging_bytes=staging_bytes)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+    @property
+    def trains(self) -> bool:
+        """Whether this rank is a trainer."""
+        return any(source is not None for source in self.sources)
+
+    def parts(self) -> tuple[dict[str, AnyTensor] | None, dict[str, AnyTensor] | None]:
+        """What this rank gives to a `WeightSync`."""
+        given, wanted = parts(self.tensors, self.sources, 0), parts(self.tensors, self.targets, 1)
+        return given or None, wanted or None
+
+    def check(self, systems: Sequence[str]) -> None:
+        """Raise `InvalidInput` if one of these systems does not run on this device."""
+        known = SYSTEMS + (GPU_SYSTEMS if self.device == "cuda" else ())
+        for name in systems:
+            if name not in known:
+                raise InvalidInput(f"systems: {name!r} is none of {', '.join(known)}")
+
+    def measure(self, name: str, runs: int) -> WeightTimes:
+        """Move everything in one way, once for the bits and so often for the clock.
+
+        Args:
+            name: the system.
+            runs: how often it runs for the clock.
+
+        Returns:
+            Its times, the same on all ranks.
+        """
+        self.check([name])
+        for target in self.targets:
             if target is not None:
                 target.zero_()
-        run, close = _way(name, sync, tensors, sources, targets, staging_bytes)
+        run, close = _way(name, self.sync, self.tensors, self.sources, self.targets, self.staging_bytes)
         run()
-        with sync.read() as weights:
-            held = [weights[t.name] if target is not None else None for t, target in zip(tensors, targets, strict=True)]
-            fine = _exact(tensors, held if name == "stretto" else targets, me, device)
-            stopped = _copied(held, targets) if name == "stretto" else 0.0
+        stopped = 0.0
+        if name == "stretto":
+            with self.sync.read() as weights:
+                held = [weights.get(t.name) for t in self.tensors]
+                fine = exact(self.tensors, held, self.me, self.device)
+                stopped = _copied(held, self.targets)
+        else:
+            fine = exact(self.tensors, self.targets, self.me, self.device)
         times = [_timed(run) for _ in range(runs)]
         close()
         stopped = stopped if name == "stretto" else median(times) if times else 0.0
-        found.append(WeightTimes(system=name, exact=fine, times_s=tuple(times), stopped_s=stopped))
-    slowdown = _slowdown(sync, any(s is not None for s in sources), device)
-    made = WeightRun(
-        model=model, nbytes=sum(t.nbytes for t in tensors), bound_us=sync.bound_us, predicted_us=sync.predicted_us,
-        systems=tuple(found), slowdown=slowdown, route=sync.route,
-        copied_us=_copy_us(targets) if device == "cuda" else 0.0,
-    )  # fmt: skip
-    sync.close()
-    return made
+        return WeightTimes(system=name, exact=fine, times_s=tuple(times), stopped_s=stopped)
+
+    def train(self, updates: int = 1, beside: str = "update") -> TrainingTimes:
+        """How a trainer's steps (a matrix product each) go on while weights are sent.
+
+        Args:
+            updates: how many updates are sent, one behind the other.
+            beside: "update" for `update_async`, or "copy", where servers only copy what they have meanwhile: what a GPU
+                that trainers and servers share costs anyhow.
+
+        Returns:
+            The times, the same on all ranks: of the rank whose steps suffer most.
+        """
+        size = TRAINED[self.device] if self.trains else 1
+        x = torch.ones(size, size, device=self.device)
+
+        def steps(until: Callable[[int], bool]) -> tuple[int, float]:
+            count, start = 0, time.monotonic()
+            while self.trains and not until(count):
+                x @ x
+                if x.is_cuda:
+                    # Not the whole GPU, on which kernels of the update wait for other ranks.
+                    torch.cuda.current_stream().synchronize()
+                count += 1
+            return count, time.monotonic() - start
+
+        steps(lambda count: count >= 2)
+        _latest(0.0)
+        alone = steps(lambda count: count >= STEPS)[1] / STEPS
+        longest = _latest(alone)
+        began = _latest(time.monotonic())
+        if beside == "copy":
+            count, during = self._beside_copies(steps, began + max(0.2, 2 * STEPS * longest))
+        else:
+            count, during = 0, 0.0
+            for _ in range(updates):
+                done, spent = self._beside_update(steps)
+                count, during = count + done, during + spent
+        took = time.monotonic() - began
+        slower = during / count / alone if count else 1.0
+        return TrainingTimes(
+            alone_s=longest, slowdown=_latest(slower), update_s=_latest(took) / updates,
+            lost_s=_latest(max(0.0, took - count * alone) / updates if count else 0.0), steps=int(_latest(count)),
+        )  # fmt: skip
+
+    def _beside_update(self, steps: Callable[..., tuple[int, float]]) -> tuple[int, float]:
+        pending = self.sync.update_async()
+        found = steps(lambda count: pending.done and count > 0)
+        pending.wait()
+        return found
+
+    def _beside_copies(self, steps: Callable[..., tuple[int, float]], end: float) -> tuple[int, float]:
+        mine = [t for t in self.targets if t is not None]
+        goals = [torch.empty_like(t) for t in mine]
+        while mine and time.monotonic() < end:
+            for goal, target in zip(goals, mine, strict=True):
+                goal.copy_(target)
+            _sync_device(mine)
+        return steps(lambda count: time.monotonic() >= end and count > 0)
+
+    def copy_us(self) -> float:
+        """Microseconds to copy what servers get once, all of them at the same time."""
+        return _copy_us(self.targets)
+
+    def close(self) -> None:
+        """End the process group of the sync."""
+        self.sync.close()
 
 
 def _way(
@@ -134,7 +270,9 @@ def _way(
         return sync.update, lambda: None
     on_gpu = any(t is not None and t.is_cuda for t in (*sources, *targets))
     on_gpu = bool(_latest(float(on_gpu)))
-    if on_gpu and name in SYSTEMS:
+    if name == "symmetric_pull":
+        return SymmetricPull(tensors, sources, targets), lambda: None
+    if on_gpu and (name in SYSTEMS or name == "gather_direct"):
         planned = PlannedBaseline(name, tensors, sources, targets, staging_bytes)
         return planned, planned.close
     if name.endswith("send_recv"):
@@ -151,7 +289,7 @@ class PlannedBaseline:
         self, name: str, tensors: Sequence[Tensor], sources: Locals, targets: Locals, staging_bytes: int
     ) -> None:
         self._tensors, self._targets, self._me = tensors, targets, dist.get_rank()
-        given, wanted = _parts(tensors, sources, 0) or None, _parts(tensors, targets, 1) or None
+        given, wanted = parts(tensors, sources, 0) or None, parts(tensors, targets, 1) or None
         self._full: dict[str, torch.Tensor] = {}
         if name == "send_recv":
             self._syncs = [WeightSync(given, wanted, staging_bytes=staging_bytes, copies=1, _strategy=name)]
@@ -163,11 +301,14 @@ class PlannedBaseline:
             where = mine.device if mine is not None else None
             self._full = {t.name: torch.empty(t.shape, dtype=torch.bfloat16, device=where) for t in tensors}
         whole: dict[str, AnyTensor] | None = dict(self._full) or None
-        first = WeightSync(given, whole if self._me == root else None, staging_bytes=staging_bytes, copies=1)
+        how: dict[str, Any] = {"staging_bytes": staging_bytes, "copies": 1}
+        if name == "gather_direct":
+            how["_strategy"] = "send_recv"
+        first = WeightSync(given, whole if self._me == root else None, **how)
         copies = {
             name: TensorPart.of(full, ranks=servers, placements=["R"]) for name, full in self._full.items()
         } if self._me in servers else None  # fmt: skip
-        second = WeightSync(whole if self._me == root else None, copies, staging_bytes=staging_bytes, copies=1)
+        second = WeightSync(whole if self._me == root else None, copies, **how)
         self._syncs = [first, second]
 
     def __call__(self) -> None:
@@ -176,118 +317,15 @@ class PlannedBaseline:
             sync.update()
         for tensor, target in zip(self._tensors, self._targets, strict=True):
             if self._full and target is not None:
-                tile = _tile(tensor, tensor.dst, self._me)
-                assert tile is not None
-                target.copy_(self._full[tensor.name][tuple(slice(a, b) for a, b in tile)])
+                where = tile(tensor, tensor.dst, self._me)
+                assert where is not None
+                target.copy_(self._full[tensor.name][tuple(slice(a, b) for a, b in where)])
         _sync_device(self._targets)
 
     def close(self) -> None:
         """End the process groups."""
         for sync in self._syncs:
             sync.close()
-
-
-def placed_model(
-    model: ModelShapes, trainer: ParallelDegrees | str, server: ParallelDegrees | str, ranks: int
-) -> list[Tensor]:
-    """The tensors of a model on the first ranks and on the next ones.
-
-    Args:
-        model: the tensors.
-        trainer: the trainers' degrees.
-        server: the servers' degrees.
-        ranks: the number of ranks of the job.
-
-    Returns:
-        One tensor for each of the model's.
-
-    Raises:
-        InvalidInput: degrees that do not fit, or ranks that there are not.
-    """
-    sides: list[ParallelDegrees] = []
-    free = 0
-    for what, given in (("trainer", trainer), ("server", server)):
-        side = ParallelDegrees.parse(given) if isinstance(given, str) else given
-        devices = side.devices or tuple(range(free, free + side.size))
-        free = max(free, max(devices) + 1)
-        if max(devices) >= ranks:
-            raise InvalidInput(f"{what}: {side} needs ranks up to {max(devices)}; the job has {ranks}")
-        sides.append(ParallelDegrees(**{**vars(side), "devices": devices}))
-    layouts = [[side.layout(t, side.stage_of(t, model)) for side in sides] for t in model.tensors]
-    return [
-        Tensor(name=t.name, shape=t.shape, dtype_bytes=2, src=src, dst=dst)
-        for t, (src, dst) in zip(model.tensors, layouts, strict=True)
-    ]
-
-
-def part_of(local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> TensorPart:
-    """A rank's part of a tensor in a layout.
-
-    The axes of a mesh are put into an order in which a dimension that several of them cut is cut by them in turn.
-
-    Args:
-        local: the part's memory.
-        layout: the layout, with ranks as devices.
-        shape: sizes of the whole tensor.
-
-    Returns:
-        The part.
-    """
-    cut = {axis: dim for dim, axes in enumerate(layout.spec.axes) for axis in axes}
-    order = [axis for axes in layout.spec.axes for axis in axes]
-    order += [axis for axis in range(len(layout.mesh.shape)) if axis not in cut]
-    grid = torch.tensor(layout.mesh.devices).view(layout.mesh.shape).permute(order)
-    placements = [f"S({cut[axis]})" if axis in cut else "R" for axis in order]
-    return TensorPart.of(
-        local, ranks=grid.flatten().tolist(), mesh_shape=tuple(grid.shape), placements=placements, shape=shape
-    )
-
-
-def _parts(tensors: Sequence[Tensor], locals_: Sequence[torch.Tensor | None], side: int) -> dict[str, AnyTensor]:
-    return {
-        t.name: part_of(local, (t.src, t.dst)[side], t.shape)
-        for t, local in zip(tensors, locals_, strict=True)
-        if local is not None
-    }
-
-
-def _tile(tensor: Tensor, side: Layout, rank: int) -> list[tuple[int, int]] | None:
-    if rank not in side.mesh.devices:
-        return None
-    return [(int(a), int(b)) for a, b in side.tiles(tensor.shape)[side.mesh.devices.index(rank)]]
-
-
-def _filled(tensor: Tensor, side: Layout, rank: int, device: str) -> torch.Tensor | None:
-    """A rank's part, of numbers that tell where in the whole tensor they belong."""
-    tile = _tile(tensor, side, rank)
-    if tile is None:
-        return None
-    value = torch.zeros((1,) * len(tile), dtype=torch.int64, device=device)
-    for dim, (begin, end) in enumerate(tile):
-        steps = torch.arange(begin, end, device=device) * (2 * dim + 1) * 7919
-        value = value * 31 + steps.view([-1 if d == dim else 1 for d in range(len(tile))])
-    # Of bf16 only bit patterns of ordinary numbers.
-    return (value % (0x7F00)).to(torch.int16).view(torch.bfloat16).contiguous()
-
-
-def _empty(tensor: Tensor, side: Layout, rank: int, device: str) -> torch.Tensor | None:
-    tile = _tile(tensor, side, rank)
-    return None if tile is None else torch.zeros([b - a for a, b in tile], dtype=torch.bfloat16, device=device)
-
-
-def _exact(tensors: Sequence[Tensor], held: Locals, rank: int, device: str) -> bool:
-    """Whether all ranks have what they should."""
-    fine = True
-    for tensor, mine in zip(tensors, held, strict=True):
-        want = _filled(tensor, tensor.dst, rank, device)
-        if mine is not None and want is not None:
-            fine = fine and torch.equal(mine.view(torch.int16), want.view(torch.int16))
-        del want
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    word = torch.tensor([float(fine)])
-    dist.all_reduce(word, dist.ReduceOp.MIN)
-    return bool(word)
 
 
 def _copied(held: Locals, targets: Locals) -> float:
@@ -332,27 +370,3 @@ def _latest(value: float) -> float:
     word = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(word, dist.ReduceOp.MAX)
     return float(word)
-
-
-def _slowdown(sync: WeightSync, trains: bool, device: str) -> float:
-    """How much longer a trainer's step takes while weights are sent; the worst of all ranks."""
-    size = TRAINED[device] if trains else 1
-    x = torch.ones(size, size, device=device)
-
-    def steps(until: Callable[[int], bool]) -> float:
-        start, count = time.monotonic(), 0
-        while not until(count):
-            x @ x
-            _sync_device([x])
-            count += 1
-        return (time.monotonic() - start) / max(1, count)
-
-    alone = 1.0
-    if trains:
-        steps(lambda count: count >= 2)
-        alone = steps(lambda count: count >= STEPS)
-    _latest(0.0)
-    sending = sync.update_async()
-    during = steps(lambda count: sending.done and count > 0) if trains else 1.0
-    sending.wait()
-    return _latest(during / alone)

@@ -203,7 +203,6 @@ class WeightSync:
 
         The source may be read at any time, but before it changes ``before_write()`` of the result must return
         (``protect(optimizer)`` has the optimizer call it). Nothing else may be done with this sync before ``wait()``.
-        With programs on GPU memory (``route`` is "gpu") the update is over when this returns.
 
         Args:
             source: as for `update`.
@@ -234,12 +233,6 @@ class WeightSync:
         asked = guard.price().nbytes if snapshot == "now" else 0
         if snapshot_bytes is not None and asked > snapshot_bytes:
             guard.refused = f"snapshot_bytes: {snapshot_bytes} is less than the {asked} that snapshot 'now' copies here"
-        if transfer.gpu is not None and not guard.refused:
-            # Programs on GPU memory beside a trainer's kernels were not right in their only run: the whole update
-            # takes place here, in milliseconds.
-            version = self.update(source, checksums=checksums)
-            guard.end()
-            return PendingUpdate(lambda: version, guard)
         if snapshot == "now" and not guard.refused:
             guard.before_write("copy")
         self._updating.acquire()

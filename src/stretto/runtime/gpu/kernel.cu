@@ -236,11 +236,13 @@ template <class E> DEV char* address(const Params& P, const Shared& sh, const It
 }
 
 // U vectors of each of N sources are loaded before any is added; MASKED: those that there are.
-template <class E, int OP, int N, int U, bool MASKED, class P_, class S_>
-DEV void vectors(const P_& P, const S_& sh, const Item& item, char* const* from, int targets, u32 first, u32 stride, u32 count, int n) {
-  Pack<E, 16> v[U][N];
+template <class E, int N, int U, bool MASKED>
+DEV void load_vectors(Pack<E, 16> (&v)[U][N], char* const* from, u32 first, u32 stride, u32 count) {
   UNROLL for (int u = 0; u < U; u++) UNROLL for (int s = 0; s < N; s++)
     if (!MASKED || first + u * stride < count) *(uint4*)v[u][s].w = ld_vector((const uint4*)from[s] + first + u * stride);
+}
+template <class E, int OP, int N, int U, bool MASKED, class P_, class S_>
+DEV void store_vectors(const P_& P, const S_& sh, Pack<E, 16> (&v)[U][N], const Item& item, int targets, u32 first, u32 stride, u32 count, int n) {
   UNROLL for (int u = 0; u < U; u++) {
     if (N > 1) {
       typename Element<E>::W sum[Pack<E, 16>::COUNT];
@@ -291,12 +293,27 @@ template <class E, class P_, class S_> DEV u32 whole_vectors(const P_& P, const 
 }
 template <class E, int OP, int N, class P_, class S_>
 DEV void plain_item(const P_& P, const S_& sh, const Item& item, int targets, u32 thread, u32 threads, u32 count, int n) {
-  enum { U = N == 1 ? 8 : 16 / N };
+  // Of two sources the next vectors are under way while these are stored.
+  enum { AHEAD = N == 2, U = N == 1 ? 8 : AHEAD ? 4 : 16 / N };
   char* from[N];
   UNROLL for (int s = 0; s < N; s++) from[s] = address<E>(P, sh, item, s);
+  const u32 all = U * threads, last = all - threads;
+  Pack<E, 16> v[U][N], next[U][N];
   u32 i = thread;
-  ROLLED for (; i + (U - 1) * threads < count; i += U * threads) vectors<E, OP, N, U, false>(P, sh, item, from, targets, i, threads, count, n);
-  if (i < count) vectors<E, OP, N, U, true>(P, sh, item, from, targets, i, threads, count, n);
+  if (AHEAD && i + last < count) load_vectors<E, N, U, false>(next, from, i, threads, count);
+  ROLLED for (; i + last < count; i += all) {
+    if (AHEAD) {
+      UNROLL for (int u = 0; u < U; u++) UNROLL for (int s = 0; s < N; s++) v[u][s] = next[u][s];
+      if (i + all + last < count) load_vectors<E, N, U, false>(next, from, i + all, threads, count);
+    } else {
+      load_vectors<E, N, U, false>(v, from, i, threads, count);
+    }
+    store_vectors<E, OP, N, U, false>(P, sh, v, item, targets, i, threads, count, n);
+  }
+  if (i < count) {
+    load_vectors<E, N, U, true>(v, from, i, threads, count);
+    store_vectors<E, OP, N, U, true>(P, sh, v, item, targets, i, threads, count, n);
+  }
 }
 template <class E, int OP, int N, class P_, class S_>
 DEV void plain_if(const P_& P, const S_& sh, const Item& item, int sources, int targets, u32 thread, u32 threads, u32 count, int n) {

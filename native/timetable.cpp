@@ -1,0 +1,365 @@
+// SPDX-License-Identifier: Apache-2.0
+// An all-reduce as a timetable: pieces are put one by one into the free time of links, each along a pair of trees of its own.
+//
+// The time of each link is cut into slots, in which it moves one piece. For a root and a moment at which the root knows a
+// piece's sum, the tree that gathers is grown backwards in time from there, each rank sending as late as free slots allow,
+// and the tree that spreads forwards. Where every rank's only link to a place is its own, that finds a pair of trees whenever
+// there is one; prices keep trees away from links that are nearly full. Pieces that do not fit are put in after some others
+// are taken out and put back elsewhere (ruin and recreate).
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <numeric>
+#include <random>
+#include <stdexcept>
+
+#include "arrays.h"
+
+namespace stretto {
+namespace {
+
+constexpr double kTiny = 1e-9;
+constexpr double kNever = 1e300;
+constexpr double kSteep = 20.0;     // how fast the price of a link falls with the share of its slots that are free
+constexpr double kCompact = 0.02;   // what a microsecond of delay counts beside prices where pairs of trees are compared
+constexpr int32_t kLongest = 8;     // the most links of a hop
+
+// Which slots of each link are taken.
+class Slots {
+ public:
+  std::vector<int32_t> count, taken;
+
+  Slots(const double* slot_us, const double* tail_us, int64_t links, double until) : count(links), taken(links, 0) {
+    int32_t most = 1;
+    for (int64_t l = 0; l < links; l++) {
+      double fit = std::floor((until - tail_us[l]) / slot_us[l] + kTiny);
+      if (fit > 1 << 22) throw std::invalid_argument("timetable: too many slots");
+      most = std::max(most, count[l] = std::max(0, (int32_t)fit));
+    }
+    words_ = most / 64 + 1;
+    bits_.assign((size_t)links * words_, 0);
+  }
+
+  // The last free slot up to s, the first free one from s on; -1 where there is none.
+  int32_t last(int32_t l, int64_t s) const {
+    s = std::min<int64_t>(s, count[l] - 1);
+    if (s < 0) return -1;
+    const uint64_t* bits = &bits_[(size_t)l * words_];
+    int64_t w = s >> 6;
+    uint64_t free = ~bits[w] & (~0ull >> (63 - (s & 63)));
+    while (!free && w > 0) free = ~bits[--w];
+    return free ? (int32_t)(w * 64 + 63 - std::countl_zero(free)) : -1;
+  }
+
+  int32_t first(int32_t l, int64_t s) const {
+    s = std::max<int64_t>(s, 0);
+    if (s >= count[l]) return -1;
+    const uint64_t* bits = &bits_[(size_t)l * words_];
+    int64_t w = s >> 6, end = (count[l] - 1) >> 6;
+    uint64_t free = ~bits[w] & (~0ull << (s & 63));
+    while (!free && w < end) free = ~bits[++w];
+    int64_t found = free ? w * 64 + std::countr_zero(free) : count[l];
+    return found < count[l] ? (int32_t)found : -1;
+  }
+
+  void take(int32_t l, int32_t s) { bits_[(size_t)l * words_ + (s >> 6)] |= 1ull << (s & 63), taken[l]++; }
+  void leave(int32_t l, int32_t s) { bits_[(size_t)l * words_ + (s >> 6)] &= ~(1ull << (s & 63)), taken[l]--; }
+  bool is_free(int32_t l, int32_t s) const { return !(bits_[(size_t)l * words_ + (s >> 6)] >> (s & 63) & 1); }
+
+ private:
+  int64_t words_;
+  std::vector<uint64_t> bits_;
+};
+
+// One rank's hop of a tree: the hop, and the slot on each of its links. Of the root: hop -1.
+struct Step {
+  int32_t hop = -1;
+  int32_t slot[kLongest];
+};
+
+struct Pair {
+  bool placed = false;
+  double meet = 0;  // when the root knows the sum
+  std::vector<Step> gather, spread;
+};
+
+class Timetable {
+ public:
+  int32_t n;
+  const int32_t *src, *dst;
+  Rows<int32_t> route;
+  const double *slot_us, *head_us, *tail_us;
+  double extra_us, until, full_us;  // full_us: what a hop over a full link costs, as a delay
+  Slots slots;
+  std::vector<std::vector<int32_t>> in, out;
+  std::vector<double> price, before, behind;  // of each root: the least time to gather, and to spread
+  std::mt19937_64 draw;
+  int32_t placed = 0, total = 1;
+  int64_t insertions = 0;
+  std::vector<Pair> pairs;
+
+  Timetable(int32_t ranks, In<int32_t>& hop_src, In<int32_t>& hop_dst, Rows<int32_t> links, int64_t num_links,
+            const double* slot, const double* head, const double* tail, double extra, double end, double full, uint64_t seed)
+      : n(ranks), src(hop_src.data()), dst(hop_dst.data()), route(links), slot_us(slot), head_us(head), tail_us(tail),
+        extra_us(extra), until(end), full_us(full), slots(slot, tail, num_links, end), in(ranks), out(ranks), price(num_links, 0.0),
+        before(ranks), behind(ranks), draw(seed), at_(ranks), key_(ranks), done_(ranks), offered_(ranks) {
+    for (int32_t h = 0; h < (int32_t)hop_src.shape(0); h++) in[dst[h]].push_back(h), out[src[h]].push_back(h);
+    std::vector<Step> tree(n);
+    for (int32_t r = 0; r < n; r++) {
+      before[r] = grow(r, until, true, tree) ? until - *std::min_element(at_.begin(), at_.end()) : kNever;
+      undo(tree);
+      behind[r] = grow(r, 0.0, false, tree) ? *std::max_element(at_.begin(), at_.end()) : kNever;
+      undo(tree);
+    }
+  }
+
+  // Put a piece in at the best of some roots and moments; false where it fits at none of them.
+  bool insert(Pair& pair, int32_t tries) {
+    insertions++;
+    set_prices();
+    double least = kNever;
+    Pair trial;
+    trial.gather.resize(n), trial.spread.resize(n);
+    for (int32_t k = 0; k < tries; k++) {
+      auto root = (int32_t)(draw() % n);
+      double from = before[root], to = until - behind[root];
+      if (to < from) continue;
+      trial.meet = from + (to - from) * chance();
+      double cost = kNever;
+      if (grow(root, trial.meet, true, trial.gather)) cost = worth(trial.gather, trial.meet);
+      // A pair that costs too much already needs no second tree.
+      if (cost < least) {
+        cost = grow(root, trial.meet, false, trial.spread) ? cost + worth(trial.spread, trial.meet) : kNever;
+        undo(trial.spread);
+      }
+      undo(trial.gather);
+      if (cost < least) {
+        least = cost, pair.meet = trial.meet;
+        std::swap(pair.gather, trial.gather), std::swap(pair.spread, trial.spread);
+        trial.gather.resize(n), trial.spread.resize(n);
+      }
+    }
+    if (least == kNever) return false;
+    take(pair);
+    return true;
+  }
+
+  void take(Pair& pair) {
+    for (auto* tree : {&pair.gather, &pair.spread})
+      for (auto& step : *tree) each_slot(step, [&](int32_t l, int32_t s) { slots.take(l, s); });
+    pair.placed = true, placed++;
+  }
+
+  void leave(Pair& pair) {
+    if (!pair.placed) return;
+    undo(pair.gather), undo(pair.spread);
+    pair.placed = false, placed--;
+  }
+
+  double chance() { return (double)(draw() >> 11) * 0x1p-53; }
+
+  // Place all pieces; those that do not fit after `most` insertions are returned.
+  std::vector<int32_t> fill(int32_t pieces, int32_t tries, double ruin, int64_t most) {
+    pairs.resize(pieces), total = pieces;
+    std::vector<int32_t> waiting;
+    for (int32_t p = 0; p < pieces; p++)
+      if (!insert(pairs[p], tries)) waiting.push_back(p);
+    while (!waiting.empty() && placed > 0 && insertions < most) {
+      auto removed = chosen(1 + (int32_t)(chance() * ruin * pieces));
+      std::vector<Pair> kept;
+      for (int32_t p : removed) kept.push_back(pairs[p]), leave(pairs[p]);
+      auto first = (int64_t)waiting.size();
+      auto turn = waiting;
+      turn.insert(turn.end(), removed.begin(), removed.end());
+      std::shuffle(turn.begin() + (chance() < 0.5 ? 0 : first), turn.end(), draw);
+      std::vector<int32_t> left;
+      for (int32_t p : turn)
+        if (!insert(pairs[p], tries)) left.push_back(p);
+      if ((int64_t)left.size() <= first) {
+        waiting = left;
+        continue;
+      }
+      for (int32_t p : turn) leave(pairs[p]);
+      for (size_t k = 0; k < removed.size(); k++) pairs[removed[k]] = kept[k], pairs[removed[k]].placed = false, take(pairs[removed[k]]);
+    }
+    return waiting;
+  }
+
+ private:
+  std::vector<double> at_, key_;
+  std::vector<uint8_t> done_;
+  std::vector<Step> offered_;
+
+  template <class Do>
+  void each_slot(const Step& step, Do what) {
+    if (step.hop < 0) return;
+    int32_t k = 0;
+    for (auto* l = route.begin(step.hop); l != route.end(step.hop); l++) what(*l, step.slot[k++]);
+  }
+
+  void undo(const std::vector<Step>& tree) {
+    for (auto& step : tree) each_slot(step, [&](int32_t l, int32_t s) { slots.leave(l, s); });
+  }
+
+  // Links are priced by the share of their slots that all pieces together will have taken.
+  void set_prices() {
+    double more = (double)total / std::max(placed, 1);
+    for (size_t l = 0; l < price.size(); l++) {
+      double full = std::min(1.0, more * slots.taken[l] / std::max(1, slots.count[l]));
+      price[l] = full_us * std::exp(kSteep * (full - 1));
+    }
+  }
+
+  double toll(int32_t hop) const {
+    double sum = 0;
+    for (auto* l = route.begin(hop); l != route.end(hop); l++) sum += price[*l];
+    return sum;
+  }
+
+  double worth(const std::vector<Step>& tree, double meet) const {
+    double cost = 0;
+    for (int32_t v = 0; v < n; v++)
+      if (tree[v].hop >= 0) cost += kCompact * std::abs(at_[v] - meet) + toll(tree[v].hop);
+    return cost;
+  }
+
+  // The latest start of a hop that has arrived by `by`; negative where there is none.
+  double latest(int32_t hop, double by, int32_t* slot) const {
+    const int32_t* links = route.begin(hop);
+    double begins = kNever, tail = by - extra_us;
+    for (auto k = (int32_t)route.size(hop) - 1; k >= 0; k--) {
+      int32_t l = links[k];
+      tail -= tail_us[l];
+      double us = slot_us[l], start = std::min(tail - us, begins - head_us[l]);
+      slot[k] = slots.last(l, (int64_t)std::floor(start / us + kTiny));
+      if (slot[k] < 0) return -1;
+      begins = slot[k] * us;
+    }
+    return begins;
+  }
+
+  // The earliest arrival of a hop that starts no sooner than `from`; kNever where there is none.
+  double earliest(int32_t hop, double from, int32_t* slot) const {
+    double begins = from, tail = 0;
+    int32_t k = 0;
+    for (auto* l = route.begin(hop); l != route.end(hop); l++, k++) {
+      double us = slot_us[*l];
+      slot[k] = slots.first(*l, (int64_t)std::ceil(begins / us - kTiny));
+      if (slot[k] < 0) return kNever;
+      tail = std::max(tail, (slot[k] + 1) * us) + tail_us[*l];
+      begins = slot[k] * us + head_us[*l];
+    }
+    return tail <= until + kTiny ? tail : kNever;
+  }
+
+  // The best way to join rank v to the tree by one hop to (from) rank w, if it is better than what v has.
+  void offer(int32_t v, int32_t w, int32_t hop, bool gathers, Step& step) {
+    int32_t slot[kLongest];
+    double at = gathers ? latest(hop, at_[w], slot) : earliest(hop, at_[w], slot);
+    if (gathers ? at < 0 : at == kNever) return;
+    double key = (gathers ? -at : at) + toll(hop);
+    if (key >= key_[v]) return;
+    key_[v] = key, at_[v] = at, step.hop = hop;
+    std::copy(slot, slot + route.size(hop), step.slot);
+  }
+
+  bool still_free(const Step& step) {
+    bool free = true;
+    each_slot(step, [&](int32_t l, int32_t s) { free &= slots.is_free(l, s); });
+    return free;
+  }
+
+  // Grow a tree from the root, whose slots are then taken; false, and only some of it, where it does not reach every rank.
+  bool grow(int32_t root, double meet, bool gathers, std::vector<Step>& tree) {
+    std::fill(key_.begin(), key_.end(), kNever), std::fill(done_.begin(), done_.end(), 0);
+    for (auto& step : tree) step.hop = -1;
+    for (auto& step : offered_) step.hop = -1;
+    key_[root] = -kNever, at_[root] = meet;
+    for (int32_t left = n; left > 0;) {
+      int32_t v = -1;
+      for (int32_t u = 0; u < n; u++)
+        if (!done_[u] && key_[u] < kNever && (v < 0 || key_[u] < key_[v])) v = u;
+      if (v < 0) return false;
+      if (!still_free(offered_[v])) {  // An earlier hop of this tree has a slot that v was to have.
+        key_[v] = kNever;
+        for (int32_t hop : gathers ? out[v] : in[v]) {
+          int32_t w = gathers ? dst[hop] : src[hop];
+          if (done_[w]) offer(v, w, hop, gathers, offered_[v]);
+        }
+        continue;
+      }
+      done_[v] = 1, left--;
+      tree[v] = offered_[v];
+      each_slot(tree[v], [&](int32_t l, int32_t s) { slots.take(l, s); });
+      for (int32_t hop : gathers ? in[v] : out[v]) {
+        int32_t u = gathers ? src[hop] : dst[hop];
+        if (!done_[u]) offer(u, v, hop, gathers, offered_[u]);
+      }
+    }
+    return true;
+  }
+
+  // Pieces to take out: those that meet about the same moment, or any.
+  std::vector<int32_t> chosen(int32_t count) {
+    std::vector<std::pair<double, int32_t>> order;
+    bool near = chance() < 0.5;
+    double moment = until * chance();
+    for (int32_t p = 0; p < (int32_t)pairs.size(); p++)
+      if (pairs[p].placed) order.push_back({near ? std::abs(pairs[p].meet - moment) * (0.7 + 0.6 * chance()) : chance(), p});
+    count = std::min(count, (int32_t)order.size());
+    std::partial_sort(order.begin(), order.begin() + count, order.end());
+    std::vector<int32_t> found;
+    for (int32_t k = 0; k < count; k++) found.push_back(order[k].second);
+    return found;
+  }
+};
+
+// Returns how many pieces did not fit, and of all sends the hop, the piece, whether it gathers, and when it starts.
+nb::object timetable(int32_t num_ranks, In<int32_t> hop_src, In<int32_t> hop_dst, In<int64_t> link_ptr, In<int32_t> link,
+                     In<double> slot_us, In<double> head_us, In<double> tail_us, double extra_us, int32_t pieces,
+                     double until_us, double full_us, int32_t tries, double ruin, int64_t most_insertions, uint64_t seed) {
+  auto hops = (int64_t)hop_src.shape(0), links = (int64_t)slot_us.shape(0);
+  if (num_ranks < 2 || pieces < 1 || tries < 1 || !(until_us > 0) || !(ruin >= 0 && ruin <= 1))
+    throw std::invalid_argument("timetable: needs two ranks, a piece, a try and some time");
+  if ((int64_t)hop_dst.shape(0) != hops || (int64_t)link_ptr.shape(0) != hops + 1 || (int64_t)head_us.shape(0) != links ||
+      (int64_t)tail_us.shape(0) != links)
+    throw std::invalid_argument("timetable: arrays differ in length");
+  for (int64_t h = 0; h < hops; h++) {
+    int64_t length = link_ptr.data()[h + 1] - link_ptr.data()[h];
+    if (length < 1 || length > kLongest) throw std::invalid_argument("timetable: a hop has no links, or too many");
+    if (hop_src.data()[h] < 0 || hop_src.data()[h] >= num_ranks || hop_dst.data()[h] < 0 || hop_dst.data()[h] >= num_ranks)
+      throw std::out_of_range("timetable: no such rank");
+  }
+  for (size_t k = 0; k < link.shape(0); k++)
+    if (link.data()[k] < 0 || link.data()[k] >= links) throw std::out_of_range("timetable: no such link");
+  for (int64_t l = 0; l < links; l++)
+    if (!(slot_us.data()[l] > 0)) throw std::invalid_argument("timetable: a slot has no length");
+  std::vector<int32_t> hop, piece;
+  std::vector<uint8_t> gathers;
+  std::vector<double> start;
+  int64_t missing;
+  {
+    nb::gil_scoped_release release;
+    Timetable table(num_ranks, hop_src, hop_dst, {link_ptr.data(), link.data()}, links, slot_us.data(), head_us.data(),
+                    tail_us.data(), extra_us, until_us, full_us, seed);
+    missing = (int64_t)table.fill(pieces, tries, ruin, most_insertions).size();
+    for (int32_t p = 0; p < pieces && !missing; p++)
+      for (bool adds : {true, false})
+        for (auto& step : adds ? table.pairs[p].gather : table.pairs[p].spread)
+          if (step.hop >= 0) {
+            hop.push_back(step.hop), piece.push_back(p), gathers.push_back(adds);
+            start.push_back(step.slot[0] * slot_us.data()[link.data()[link_ptr.data()[step.hop]]]);
+          }
+  }
+  return nb::make_tuple(missing, to_numpy(std::move(hop)), to_numpy(std::move(piece)), to_numpy(std::move(gathers)),
+                        to_numpy(std::move(start)));
+}
+
+}  // namespace
+
+void bind_timetable(nb::module_& m) {
+  m.def("timetable", &timetable, nb::arg("num_ranks"), nb::arg("hop_src"), nb::arg("hop_dst"), nb::arg("link_ptr"),
+        nb::arg("link"), nb::arg("slot_us"), nb::arg("head_us"), nb::arg("tail_us"), nb::arg("extra_us"), nb::arg("pieces"),
+        nb::arg("until_us"), nb::arg("full_us"), nb::arg("tries"), nb::arg("ruin"), nb::arg("most_insertions"), nb::arg("seed"));
+}
+}  // namespace stretto

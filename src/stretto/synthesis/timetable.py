@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-reduce as a timetable: every piece gets a pair of trees of its own, put into the time that links have left.
+
+Rates alone do not say when a link is free, and where latencies and bytes take about as long, that decides. So pieces
+are put in one after the other (``native/timetable.cpp``): for a root and a moment at which it knows the sum, one tree
+is grown backwards in time and one forwards, over what is still free. What no longer fits makes others move. A horizon
+that was met is tightened, one that was missed is loosened a little; each full timetable is planned again by urgency
+(`justify`), which closes the gaps that its slots leave.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import _native
+from ..cluster import Cluster
+from ..collectives import AllReduce, Collective
+from ..errors import Infeasible
+from ..programs import Program
+from ..units import check_seed
+from .hops import Hops, joins_all
+from .justify import SHAKEN, SHAKES, SendPlan, rejustified, shaken
+from .piece_search import PieceSends, reordered
+from .tree_pair_packing import pack_tree_pairs
+from .tree_pairs import LATENCY_MATTERS
+
+FIRST_SENDS, MOST_SENDS = 8_000, 100_000
+"""The sends of the first timetables, and the most of any."""
+PROBING = 0.25
+"""The share of the budget after which coarse timetables give way to fine ones, if no horizon was missed before."""
+ATTEMPTS = 20
+"""How many of the fine ones the budget should allow."""
+MOST_SLOTS = 1 << 20
+"""The most slots of a link."""
+LOOSE = 1.25
+"""The first horizon over what bytes and latencies take one after the other."""
+TIGHTER, LOOSER = 0.985, 1.04
+"""How a horizon changes while none was missed, and while none was met; then it is halfway between."""
+JUMP = 1.03
+"""The next horizon over the time of a plan, where the horizon was much looser than that."""
+CLOSE = 1.003
+"""The ratio of a horizon that was met to one that was missed from which on both count as the same."""
+FULL = (0.04, 0.13, 0.4)
+"""What a hop over a link without free time costs, as a delay over the horizon: one of these for each timetable."""
+TRIES = 5
+"""The roots and moments that are tried for each piece."""
+RUIN = 0.03
+"""The most pieces that are taken out at once, as a share of all."""
+EFFORT = 4
+"""The insertions after which a horizon counts as missed, for each piece."""
+ALIGN = 0.2
+"""How far the number of pieces may be from the wanted one, so that latencies are whole numbers of slots."""
+WARMING, SEARCHING = 0.1, 0.85
+"""The shares of the budget after which links are no longer packed, and no more timetables are begun."""
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Progress = Callable[[str, float], None]
+
+
+def synthesize(
+    collective: Collective,
+    cluster: Cluster,
+    *,
+    nbytes: float,
+    budget_s: float = 30.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+    alpha: str = "pipelined",
+) -> Program:
+    """The best all-reduce by timetables that is found within the budget.
+
+    Args:
+        collective: An all-reduce with the standard layout.
+        cluster: The cluster; its devices are joined by direct links.
+        nbytes: The size in bytes, > 0.
+        budget_s: The seconds to search; one program is always finished.
+        seed: The seed of roots, moments and changes.
+        progress: Called with a line of text and the fraction done, 0..1.
+        alpha: "pipelined" or "blocking", as in `simulate`.
+
+    Returns:
+        The verified program.
+
+    Raises:
+        Infeasible: The collective is no standard all-reduce, ranks are joined by switches or do not reach each other,
+            or latencies are nothing beside the bytes.
+
+    >>> from stretto import KB
+    >>> ring = Cluster.preset("ring", nodes=4)
+    >>> synthesize(AllReduce(4), ring, nbytes=64 * KB, budget_s=0.2).collective.kind
+    'all_reduce'
+    """
+    check_seed(seed)
+    began = time.monotonic()
+    tell = progress or (lambda message, fraction: None)
+    require_direct_links(collective, cluster)
+    search = _Search(collective, cluster, nbytes, alpha, seed)
+    search.open(until=began + WARMING * budget_s)
+    pieces = search.aligned(FIRST_SENDS / (2 * (collective.num_ranks - 1)))
+    until = began + SEARCHING * budget_s
+    first, probes = time.monotonic(), 0
+    while search.best is None or (not search.missed_us and time.monotonic() < began + PROBING * budget_s):
+        search.attempt(pieces)
+        probes += 1
+    each = (time.monotonic() - first) / probes
+    finer = min(max(1.0, budget_s / ATTEMPTS / max(each, 1e-6)), MOST_SENDS / FIRST_SENDS)
+    tell(f"{pieces} pieces: {search.best.plan.total_us:.6g} us", 0.2)
+    pieces, search.missed_us = search.aligned(finer * pieces), 0.0
+    while time.monotonic() + finer * each < until:
+        search.attempt(pieces)
+        tell(f"{pieces} pieces: {search.best.plan.total_us:.6g} us", min(0.9, (time.monotonic() - began) / budget_s))
+    program = search.finished(until=began + 0.95 * budget_s)
+    program.verify()
+    return program
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Trial:
+    """The sends of a timetable, and when each of them starts after it was planned again."""
+
+    sends: PieceSends
+    plan: SendPlan
+
+
+class _Search:
+    """The network, the horizon that is asked for, and the best plan so far."""
+
+    def __init__(self, collective: Collective, cluster: Cluster, nbytes: float, alpha: str, seed: int) -> None:
+        self.collective, self.cluster, self.nbytes, self.alpha = collective, cluster, nbytes, alpha
+        self.best: _Trial | None = None
+        self._hops = Hops.of(cluster, devices=collective.ranks)
+        number = np.full(cluster.num_nodes, -1, np.int32)
+        number[list(collective.ranks)] = np.arange(collective.num_ranks)
+        self._src, self._dst = number[self._hops.src], number[self._hops.dst]
+        self._random = np.random.default_rng(seed)
+        self._horizon_us, self._met_us, self.missed_us = np.inf, np.inf, 0.0
+
+    def open(self, *, until: float) -> None:
+        """Set the first horizon: what the best trees take for the bytes, and the longest way there and back."""
+        packing = pack_tree_pairs(self.cluster, self.collective.ranks, until=until, close=0.01)
+        latency = [pair.latency_us(self.cluster.link_alpha_us) for pair in packing.pairs]
+        bytes_us = self.nbytes / packing.gb_per_s / 1e3
+        if min(latency) < LATENCY_MATTERS * bytes_us:
+            raise Infeasible("timetable: latencies are nothing beside the bytes; pairs of trees in turn do as well")
+        self._horizon_us = LOOSE * (bytes_us + max(latency))
+
+    def aligned(self, wanted: float) -> int:
+        """A number of pieces near the wanted one with which latencies lose little in slots."""
+        low, high = max(1, int(wanted * (1 - ALIGN))), max(1, round(wanted * (1 + ALIGN)))
+        counts = np.unique(np.linspace(low, high, 400).astype(np.int64))
+        alpha, rate = self.cluster.link_alpha_us, self.cluster.link_gb_per_s * 1e3
+        late = alpha > 0
+        if self.alpha == "blocking" or not late.any():
+            return max(1, round(wanted))
+        slots = alpha[late] * rate[late] / self.nbytes * counts[:, None]
+        lost = (np.ceil(slots - 1e-6) - slots) / counts[:, None]
+        return int(counts[np.argmin(lost.mean(axis=1))])
+
+    def attempt(self, pieces: int) -> None:
+        """Fill one timetable, plan it again, and set the next horizon."""
+        cluster, blocks, size = self.cluster, self.alpha == "blocking", self.nbytes / pieces
+        alpha = cluster.link_alpha_us.astype(np.float64)
+        if self._horizon_us * float(cluster.link_gb_per_s.max()) * 1e3 / size > MOST_SLOTS:
+            raise Infeasible("timetable: the rates of links differ too much to cut time into slots")
+        missing, hop, piece, gathers, start = _native.timetable(
+            num_ranks=self.collective.num_ranks, hop_src=self._src, hop_dst=self._dst, link_ptr=self._hops.link_ptr,
+            link=self._hops.link, slot_us=size / (cluster.link_gb_per_s * 1e3) + (alpha if blocks else 0.0),
+            head_us=alpha, tail_us=np.zeros_like(alpha) if blocks else alpha,
+            extra_us=size * cluster.reduce_us_per_mb / 1e6, pieces=pieces, until_us=self._horizon_us,
+            full_us=float(self._random.choice(FULL)) * self._horizon_us, tries=TRIES,
+            ruin=RUIN, most_insertions=EFFORT * pieces, seed=int(self._random.integers(1 << 31)),
+        )  # fmt: skip
+        if missing:
+            self._set_horizon(self._met_us, self._horizon_us, np.inf)
+            return
+        trial = self._planned(pieces, hop, piece.astype(np.int64), gathers.astype(np.bool_), start)
+        if self.best is None or trial.plan.total_us < self.best.plan.total_us:
+            self.best = trial
+        self._set_horizon(self._horizon_us, self.missed_us, JUMP * trial.plan.total_us)
+
+    def _set_horizon(self, met_us: float, missed_us: float, promise_us: float) -> None:
+        """The next horizon, from the shortest that was met of late and the longest that was missed."""
+        self._met_us, self.missed_us = met_us, missed_us
+        if met_us == np.inf:
+            self._horizon_us = LOOSER * missed_us
+        elif missed_us == 0:
+            self._horizon_us = min(TIGHTER * met_us, promise_us)
+        elif met_us > CLOSE * missed_us:
+            self._horizon_us = (met_us * missed_us) ** 0.5
+        else:
+            # About as short as it gets: other timetables of that length, which may be planned better.
+            self._horizon_us, self.missed_us = met_us / CLOSE**0.5, 0.0
+
+    def finished(self, *, until: float) -> Program:
+        """The program of the best plan, after it was disturbed and planned again some times."""
+        assert self.best is not None
+        sends, plan = self.best.sends, self.best.plan
+        plan = shaken(
+            sends.program, plan, self.cluster, nbytes=self.nbytes, blocks=self.alpha == "blocking", piece=sends.piece,
+            draw=self._random, by=SHAKEN, count=SHAKES, until=until,
+        )  # fmt: skip
+        return reordered(sends, np.lexsort((np.arange(len(plan.start_us)), plan.start_us)))
+
+    def _planned(
+        self, pieces: int, hop: NDArray[np.int32], piece: Ints, gathers: NDArray[np.bool_], start: Floats
+    ) -> _Trial:
+        """The sends in the order of the timetable, planned again by urgency."""
+        order = np.lexsort((~gathers, start))
+        hop, piece, gathers = hop[order], piece[order], gathers[order]
+        c = self.collective
+        program = Program.from_steps(
+            f"timetable(pieces={pieces})",
+            AllReduce(c.ranks, chunks=pieces, in_place=c.in_place),
+            src=self._src[hop],
+            dst=self._dst[hop],
+            chunk=piece,
+            step=np.arange(len(hop)),
+            reduce=gathers,
+            route=hop,
+            routes=tuple(self._hops.route(k) for k in range(len(self._src))),
+            routes_digest=self.cluster.digest,
+        )
+        plan = rejustified(program, start[order], self.cluster, nbytes=self.nbytes, blocks=self.alpha == "blocking")
+        return _Trial(sends=PieceSends(program=program, piece=piece, gathers=gathers), plan=plan)
+
+
+def require_direct_links(collective: Collective, cluster: Cluster) -> None:
+    """Refuse other collectives, and ranks that direct links do not join."""
+    if collective.kind != "all_reduce" or collective.num_ranks < 2:
+        raise Infeasible(f"timetable: serves all_reduce of two or more ranks, not {collective.kind}")
+    if collective != AllReduce(collective.ranks, chunks=collective.chunks, in_place=collective.in_place):
+        raise Infeasible("timetable: this all_reduce has a layout of its own; only the standard one is served")
+    hops = Hops.of(cluster, devices=collective.ranks)
+    number = {device: rank for rank, device in enumerate(collective.ranks)}
+    ends = [np.array([number[device] for device in side.tolist()], np.int64) for side in (hops.src, hops.dst)]
+    if np.any(np.diff(hops.link_ptr) != 1):
+        raise Infeasible("timetable: is for devices that are joined by direct links, not by switches")
+    if not joins_all(ends[0], ends[1], collective.num_ranks):
+        raise Infeasible("timetable: some rank does not reach another one")
