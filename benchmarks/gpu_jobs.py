@@ -127,7 +127,7 @@ def started(model: str, args: Any, where: Path) -> Run:
     """A case under `stretto run`, whose ranks wait."""
     folder = where / model
     (folder / "plans").mkdir(parents=True, mode=0o700, exist_ok=True)
-    for old in (*folder.glob("*.json"), *folder.glob("plans/*.json")):
+    for old in (*folder.glob("*.json"), *folder.glob("*.yaml"), *folder.glob("plans/*.json")):
         old.unlink()
     command = [sys.executable, "-m", "stretto", "run", "--budget", str(args.budget), "--json", str(folder / "run.json")]
     command += ["--", *lab(args), sys.executable, str(RANK), model, str(folder), str(STEPS)]
@@ -166,14 +166,17 @@ def run_cases(args: Any, where: Path) -> list[Row]:
     return rows
 
 
-def kept_plan(folder: Path) -> Any:
-    """The plan that a case has left, with its workload; None where it has left none."""
+def recorded(folder: Path, model: str) -> Any:
+    """The step as `stretto run` has recorded it; None where it has not."""
     from stretto.control.kept_plans import KeptPlan
     from stretto.control.messages import decode_captured
+    from stretto.workload import Workload
 
+    if (folder / f"{model}.step.yaml").exists():
+        return Workload.load(folder / f"{model}.step.yaml")
+    # A run that was cut off has left its plan alone.
     for path in sorted(folder.glob("plans/*.plan.json")):
-        kept = msgspec.json.decode(path.read_bytes(), type=KeptPlan)
-        return kept, decode_captured(kept.captured)[0]
+        return decode_captured(msgspec.json.decode(path.read_bytes(), type=KeptPlan).captured)[0]
     return None
 
 
@@ -239,25 +242,25 @@ def case(model: str, where: Path, args: Any) -> Row:
     row["nccl_ms"] = medians_ms(told(where / "alone" / backend, same) or told(where / "alone", same))
     row["gloo_ms"] = medians_ms(told(where / "alone" / "gloo", same))
     ran = told(where / model, model)
-    kept = kept_plan(where / model)
-    found, identity, recorded = (pairs_of(ran, part) for part in PARTS)
+    step = recorded(where / model, model)
+    found, identity, hooked = (pairs_of(ran, part) for part in PARTS)
     row["own_ms"] = median(own for _, own in found) if found else medians_ms(ran, "own")
     row["plan_ms"] = median(plan for plan, _ in found) if found else None
-    row["predicted_ms"] = kept[0].answer.iteration_us / 1e3 if kept is not None else None
+    row["predicted_ms"] = ran[0].get("predicted_us", 0.0) / 1e3 or None if ran else None
     row["pairs"] = len(found)
     row["gain"] = median(own / plan for plan, own in found) if found else None
     row["low"], row["high"] = interval([own / plan for plan, own in found]) if found else (None, None)
-    row["least_ms"] = least = least_ms(kept[1], args.ranks, args.uplink) if kept is not None else None
+    row["least_ms"] = least = least_ms(step, args.ranks, args.uplink) if step is not None else None
     row["allows"] = row["own_ms"] / least if least and row["own_ms"] else None
-    for name, pairs in (("identity", identity), ("recording", recorded)):
+    for name, pairs in (("identity", identity), ("recording", hooked)):
         ratios = [100 * (some / own - 1) for some, own in pairs]
         row[f"{name}_percent"] = median(ratios) if ratios else None
         row[f"{name}_low"], row[f"{name}_high"] = interval(ratios) if ratios else (None, None)
     row["losses_off"] = losses_off(ran)
-    return row | (traced(kept[1], where / "alone", model) if args.traces and kept is not None else {})
+    return row | (traced(step, where / "alone", same) if args.traces and step is not None else {})
 
 
-def traced(recorded: Any, alone: Path, model: str) -> Row:
+def traced(step: Any, alone: Path, model: str) -> Row:
     """What a recording and a trace of PyTorch's profiler say of the same step: compute, bytes and times of calls."""
     from stretto.workload import kineto
 
@@ -265,15 +268,15 @@ def traced(recorded: Any, alone: Path, model: str) -> Row:
     if not folders:
         return {}
     row: Row = {}
-    for name, step in (("recorded", recorded), ("traced", kineto.read(folders[0]))):
-        compute_us = [0.0] * step.num_ranks
-        for op in step.ops:
-            for at, rank in enumerate(op.ranks or range(step.num_ranks) if not op.is_comm else ()):
+    for name, seen in (("recorded", step), ("traced", kineto.read(folders[0]))):
+        compute_us = [0.0] * seen.num_ranks
+        for op in seen.ops:
+            for at, rank in enumerate(op.ranks or range(seen.num_ranks) if not op.is_comm else ()):
                 compute_us[rank] += op.durations_us[at] if op.durations_us else op.duration_us
-        row[f"{name}_calls"] = len(step.comm_ops)
-        row[f"{name}_mb"] = sum(op.nbytes for op in step.comm_ops) / 1e6
+        row[f"{name}_calls"] = len(seen.comm_ops)
+        row[f"{name}_mb"] = sum(op.nbytes for op in seen.comm_ops) / 1e6
         row[f"{name}_compute_ms"] = max(compute_us) / 1e3
-        row[f"{name}_calls_ms"] = sum(op.duration_us for op in step.comm_ops) / 1e3
+        row[f"{name}_calls_ms"] = sum(op.duration_us for op in seen.comm_ops) / 1e3
     return row
 
 

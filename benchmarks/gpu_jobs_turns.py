@@ -53,6 +53,8 @@ class Turns:
         """The iteration at which the plan became active."""
         self.kept: list[Any] = []
         """Parameters and buffers at that iteration."""
+        self.predicted_us = 0.0
+        """What the last plan that was active promises."""
         self._part = -1
         """Of `PARTS`; -1: no plan is there yet."""
         self._begun = -1
@@ -117,6 +119,8 @@ class Turns:
             return "change"
         if not number or (name == "identity") != (number == IDENTITY):
             return ""
+        if name == "plan":
+            self.predicted_us = enforcer._plans.active.plan.iteration_us
         if self._trial is None:
             self._trial = Alternation(enforcer._iteration)
         enforcer._trial = self._trial
@@ -200,10 +204,19 @@ def identity(workload: Any, cluster: Any) -> Any:
 
 
 def active_plan() -> int:
-    """The number of the plan that is active; 0: none."""
+    """The number of the plan that is active; 0: none, or plain order because a plan was given up."""
+    from stretto.planner.plan import PLAIN
+
     enforcer = _enforcer()
     active = enforcer._plans.active if enforcer is not None else None
-    return active.number if active is not None else 0
+    return active.number if active is not None and active.plan.name != PLAIN else 0
+
+
+def recorded_step() -> Any:
+    """The workload that `stretto run` has recorded; None where it has not."""
+    from stretto.control.autopilot import PILOT
+
+    return PILOT.current._workload if PILOT.current is not None else None
 
 
 def _enforcer() -> Any:
