@@ -4,11 +4,12 @@
 All ranks may share one GPU (under MPS). `one copy` is what servers get, copied once on all of them at the same time:
 `over_copy` is the time over that. `stretto` is `WeightSync.update`, versions and votes included. On a GPU `send_recv`
 and `gather_broadcast` run on our executor with their own plans, `gather_direct` with plain messages instead of a
-broadcast; `symmetric_pull` is written by hand on PyTorch's symmetric memory; the `nccl_` ones are NCCL's, which among
-ranks of one GPU goes by sockets. `stopped_ms` is how long a server's memory is written. `slowdown` is a trainer's step
-(a matrix product) beside updates, or beside servers that only copy, over one alone; `lost_ms` the training time that
-one update costs. Of a killed rank: when the others noticed, whether all servers kept the old version, and whether those
-that were left got the new one. Rows are printed as they come.
+broadcast, `passed_on` with the plan in which servers pass weights on (ours sends directly where all share one GPU);
+`symmetric_pull` is written by hand on PyTorch's symmetric memory; the `nccl_` ones are NCCL's, which among ranks of one
+GPU goes by sockets. `stopped_ms` is how long a server's memory is written. `slowdown` is a trainer's step (a matrix
+product) beside updates, or beside servers that only copy, over one alone; `lost_ms` the training time that one update
+costs. Of a killed rank: when the others noticed, whether all servers kept the old version, and whether those that were
+left got the new one. Rows are printed as they come.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from common import Row, common_options, finish
 from stretto.units import parse_bytes
 
 RANK = Path(__file__).with_name("weights_real_rank.py")
-GPU_SYSTEMS = "stretto,send_recv,symmetric_pull,gather_direct,gather_broadcast"
+GPU_SYSTEMS = "stretto,send_recv,passed_on,symmetric_pull,gather_direct,gather_broadcast"
 """NCCL's are asked for by --systems nccl_send_recv,nccl_gather_broadcast, with fewer bytes."""
 CPU_SYSTEMS = "stretto,send_recv,gather_broadcast"
 TREE_PART, FAULT_PART = 4, 8

@@ -127,6 +127,12 @@ class ReshardGroup:
         self.gpu_why = "one rank alone" if len(self.ranks) < 2 else str(self.group.gpu.join(device))
         return None if self.gpu_why else device
 
+    @property
+    def one_gpu(self) -> bool:
+        """Whether all ranks are on the same GPU; after `gpu`."""
+        site = self.group.gpu.site
+        return site is not None and bool(getattr(site.communicator, "one_gpu", False))
+
     def gpu_cluster(self) -> Cluster:
         """What programs on GPU memory are planned for: the known cluster, or GPUs behind one switch."""
         known: Cluster | None = self.group.engine.selector.cluster

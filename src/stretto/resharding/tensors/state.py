@@ -15,6 +15,7 @@ import torch
 from ...errors import InvalidInput, StrettoError
 from ...files import typed
 from ...runtime.torch_backend.cuda_clock import cuda
+from ..plan import OURS
 from .carrier import ReshardGroup, default_world, gpu_state
 from .deltas import Said
 from .describe import AnyTensor, PlacedTensor, TensorPart, like, local_of, placed_tensor
@@ -42,7 +43,7 @@ class ReshardState:
 
     def __init__(
         self, source: Dict | None, target: Dict | None, ranks: Any, staging_bytes: int, *,
-        world: SyncWorld | None = None, copies: int = 2, deltas: bool = False, strategy: str = "stretto",
+        world: SyncWorld | None = None, copies: int = 2, deltas: bool = False, strategy: str = "",
     ) -> None:  # fmt: skip
         self.world = world or default_world()
         self._agreement = self.world.agreement
@@ -76,6 +77,8 @@ class ReshardState:
         try:
             gpu = self._carrier.gpu() if moves[0].dst.device == "cuda" else None
             self._gpu = gpu
+            # Where all ranks write to the memory of one GPU, passing on saves nothing and makes chunks wait.
+            strategy = strategy or ("send_recv" if gpu is not None and self._carrier.one_gpu else OURS)
             self.transfer = Transfer(
                 self._carrier, moves, staging_bytes=staging_bytes, keep=True, gpu=gpu, strategy=strategy,
                 least_rounds=DELTA_ROUNDS if deltas else 1,

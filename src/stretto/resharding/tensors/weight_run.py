@@ -22,9 +22,10 @@ from .weight_tensors import empty, exact, filled, parts, placed_model, tile
 from .weights import STAGING_BYTES, WeightSync
 
 SYSTEMS = ("stretto", "send_recv", "gather_broadcast")
-GPU_SYSTEMS = ("gather_direct", "symmetric_pull", "nccl_send_recv", "nccl_gather_broadcast")
+GPU_SYSTEMS = ("passed_on", "gather_direct", "symmetric_pull", "nccl_send_recv", "nccl_gather_broadcast")
 """On GPUs the first three run on our executor, with their own plans: the last with the best broadcast that we find,
-`gather_direct` with plain messages. `symmetric_pull` is by hand on PyTorch's symmetric memory, the others by NCCL."""
+`gather_direct` with plain messages; `passed_on` is the plan that lets servers pass weights on, also where all ranks are
+on one GPU. `symmetric_pull` is by hand on PyTorch's symmetric memory, the others by NCCL."""
 LEAD_S = 0.05
 """Between agreeing on the beginning of a run and the beginning."""
 TRAINED = {"cpu": 256, "cuda": 4096}
@@ -272,7 +273,7 @@ def _way(
     on_gpu = bool(_latest(float(on_gpu)))
     if name == "symmetric_pull":
         return SymmetricPull(tensors, sources, targets), lambda: None
-    if on_gpu and (name in SYSTEMS or name == "gather_direct"):
+    if on_gpu and (name in SYSTEMS or name in GPU_SYSTEMS[:2]):
         planned = PlannedBaseline(name, tensors, sources, targets, staging_bytes)
         return planned, planned.close
     if name.endswith("send_recv"):
@@ -291,8 +292,9 @@ class PlannedBaseline:
         self._tensors, self._targets, self._me = tensors, targets, dist.get_rank()
         given, wanted = parts(tensors, sources, 0) or None, parts(tensors, targets, 1) or None
         self._full: dict[str, torch.Tensor] = {}
-        if name == "send_recv":
-            self._syncs = [WeightSync(given, wanted, staging_bytes=staging_bytes, copies=1, _strategy=name)]
+        if name in ("send_recv", "passed_on"):
+            plan = "stretto" if name == "passed_on" else name
+            self._syncs = [WeightSync(given, wanted, staging_bytes=staging_bytes, copies=1, _strategy=plan)]
             return
         root = tensors[0].src.mesh.devices[0]
         servers = sorted({d for t in tensors for d in t.dst.mesh.devices})
@@ -301,7 +303,7 @@ class PlannedBaseline:
             where = mine.device if mine is not None else None
             self._full = {t.name: torch.empty(t.shape, dtype=torch.bfloat16, device=where) for t in tensors}
         whole: dict[str, AnyTensor] | None = dict(self._full) or None
-        how: dict[str, Any] = {"staging_bytes": staging_bytes, "copies": 1}
+        how: dict[str, Any] = {"staging_bytes": staging_bytes, "copies": 1, "_strategy": "stretto"}
         if name == "gather_direct":
             how["_strategy"] = "send_recv"
         first = WeightSync(given, whole if self._me == root else None, **how)

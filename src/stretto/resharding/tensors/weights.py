@@ -81,7 +81,7 @@ class WeightSync:
         copies: int = 2,
         deltas: bool = False,
         _version: int = 0,
-        _strategy: str = "stretto",
+        _strategy: str = "",
     ) -> None:
         from .deltas import ChangeLog
         from .state import ReshardState

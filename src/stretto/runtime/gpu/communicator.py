@@ -109,6 +109,8 @@ class GpuCommunicator:
         self._kernels: dict[tuple[str, str, int], GpuKernel] = {}
         self._why = ""
         self._last: torch.cuda.Stream | None = None
+        self.one_gpu = False
+        """Whether all ranks are on the same GPU."""
         with torch.cuda.device(self.device):
             self._symmetric = SymmetricMemory(group, self.device)
             self.max_blocks = max(1, min(max_blocks, self._resident()))
@@ -132,7 +134,9 @@ class GpuCommunicator:
         mine = str(getattr(properties, "uuid", self.device.index))
         # Ranks of other groups may share the GPU, too: as many as a launcher says that there are.
         local = -(-int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // torch.cuda.device_count())
-        sharing = max(self._symmetric.gather(mine).count(mine), local)
+        gpus = self._symmetric.gather(mine)
+        self.one_gpu = set(gpus) == {mine}
+        sharing = max(gpus.count(mine), local)
         return int(properties.multi_processor_count) * BLOCKS_PER_SM // sharing
 
     @property
