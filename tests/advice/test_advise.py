@@ -120,7 +120,10 @@ def test_a_network_that_is_slower_than_described_is_a_finding(tmp_path: Path) ->
     ((_, factor),) = found.factors
     assert factor > 10 and finding.gain > 1.5
     assert found.best is not finding
-    assert "Look into the network" in verdict(found)
+    assert "Look into the network" in verdict(found) and "Gloo" not in verdict(found)
+    on_gloo = advise(folder, "hosts: 2, gpus: 2 x a100, network: 2 x 400gbit", steps=30, gpu=False)
+    assert "Nothing is to be gained" not in verdict(on_gloo)
+    assert "`stretto run -- COMMAND` measures the job on Stretto's as well" in verdict(on_gloo)
 
 
 def test_late_ranks_are_told_apart(tmp_path: Path) -> None:

@@ -26,8 +26,10 @@ def test_the_exit_code_is_the_jobs(capfd: pytest.CaptureFixture[str]) -> None:
     assert captured.out == "out\n"
     assert "no job was heard of" in captured.err
     assert run(["run", "--", "sh", "-c", "kill -9 $$"]) == 128 + 9
+    capfd.readouterr()
     assert run(["run", "--", "/no/such/command"]) == 127
     assert run(["run", "--", "/"]) == 126
+    assert "no job was heard of" not in capfd.readouterr().err, "it never started"
 
 
 def test_the_job_gets_an_address_a_secret_token_and_its_own_sitecustomize_too(stretto: Launch, tmp_path: Path) -> None:

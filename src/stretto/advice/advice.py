@@ -37,6 +37,8 @@ class AdvisedChange:
     """Whether the change also changes what is trained (the batch, or the precision)."""
     diagnosis: bool = False
     """Whether this is a fault to look for rather than something that can simply be done."""
+    find_out: str = ""
+    """Of a fault to look for: a sentence about what tells whether it is one."""
     note: str = ""
 
     @property

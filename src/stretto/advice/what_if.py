@@ -120,12 +120,13 @@ class WhatIf:
             return
         found = as_submitted_us(self.workload, self.cluster, simulated_costs(self.cluster))
         setting = "NCCL_IB_HCA, NCCL_SOCKET_IFNAME, NCCL_NET_GDR_LEVEL" if self.gpu else "GLOO_SOCKET_IFNAME"
-        own = "" if self.gpu else "; or gloo's algorithms: `stretto run` measures the job on Stretto's, too"
+        own = "" if self.gpu else "; or gloo's algorithms"
+        measure = "Gloo's algorithms may be the reason: `stretto run -- COMMAND` measures the job on Stretto's as well."
         yield self.change(
             "environment", "the network as described",
             f"find out why collectives take {worst:.1f} times as long as the description lets expect: the interface "
             f"({setting}), the fabric, or the description itself{own}", found.period_us,
-            diagnosis=True, note="a fault to look for, not a setting",
+            diagnosis=True, note="a fault to look for, not a setting", find_out="" if self.gpu else measure,
         )  # fmt: skip
 
     def library_algorithms(self) -> Iterator[AdvisedChange]:

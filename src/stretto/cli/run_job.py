@@ -193,8 +193,8 @@ def _tell(status: Status, html: Path | None, rows: Path | None, *, code: int = 0
             _say(f"wrote {path}")
         except InvalidInput as error:  # the exit code is the job's, whatever becomes of the report
             _say(f"error: {error}")
-    if not status.jobs:
-        reasons = "it takes two or more ranks, on gloo, that train for some ten steps"
+    if not status.jobs and code not in (NOT_FOUND, CANNOT_RUN):
+        reasons = "it takes two or more ranks, on gloo or NCCL, that train for some ten steps"
         _say(f"no job was heard of ({reasons}): nothing was gained")
     for job in status.jobs:
         began = "; began with a plan of an earlier start" if job.recalled else ""

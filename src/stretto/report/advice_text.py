@@ -30,7 +30,10 @@ def verdict(advice: StepAdvice) -> str:
         return "Give a cluster (-c) to learn the lower bound and what each change would gain."
     best = advice.best
     if best is None:
-        return f"Nothing is to be gained: {_why_nothing(advice)}{_but(advice)}"
+        # Where the network itself is slower than it should be there may be something, though not by a change.
+        slow = any(change.diagnosis for change in advice.advised)
+        begin = "No setting and no plan helps" if slow else "Nothing is to be gained"
+        return f"{begin}: {_why_nothing(advice)}{_but(advice)}"
     first = next(change for change in advice.advised if not change.changes_training and not change.diagnosis)
     text = f"{_sentence(first)}: the step becomes {first.gain:.2f} times as fast, {_saved(advice, first)} shorter."
     if best is not first:
@@ -44,6 +47,7 @@ def _but(advice: StepAdvice) -> str:
     for change in advice.advised:
         if change.diagnosis:
             text += f" Look into the network: as described, the step would be {change.gain:.2f} times as fast."
+            text += f" {change.find_out}" if change.find_out else ""
     other = [change for change in advice.advised if change.changes_training]
     if other and advice.best is None:
         text += f" What would help trains otherwise: {other[0].name}, {other[0].gain:.2f} times as fast."
