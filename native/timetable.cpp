@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// An all-reduce as a timetable: pieces are put one by one into the free time of links, each along a pair of trees of its own.
+// An all-reduce as a timetable: pieces are put one by one into the free time of links, each along a pair of trees of its own;
+// an all-gather has the second tree of each pair only, from the rank whose piece it is.
 //
 // The time of each link is cut into slots, in which it moves one piece. For a root and a moment at which the root knows a
 // piece's sum, the tree that gathers is grown backwards in time from there, each rank sending as late as free slots allow,
@@ -96,6 +97,7 @@ class Timetable {
   std::mt19937_64 draw;
   int32_t placed = 0, total = 1;
   int64_t insertions = 0;
+  const int32_t* home = nullptr;  // the root of each piece, where pieces only spread from one
   std::vector<Pair> pairs;
 
   Timetable(int32_t ranks, In<int32_t>& hop_src, In<int32_t>& hop_dst, Rows<int32_t> links, int64_t num_links,
@@ -114,19 +116,20 @@ class Timetable {
   }
 
   // Put a piece in at the best of some roots and moments; false where it fits at none of them.
-  bool insert(Pair& pair, int32_t tries) {
+  bool insert(int32_t piece, int32_t tries) {
+    Pair& pair = pairs[piece];
     insertions++;
     set_prices();
     double least = kNever;
     Pair trial;
     trial.gather.resize(n), trial.spread.resize(n);
     for (int32_t k = 0; k < tries; k++) {
-      auto root = (int32_t)(draw() % n);
-      double from = before[root], to = until - behind[root];
+      auto root = home ? home[piece] : (int32_t)(draw() % n);
+      double from = home ? 0.0 : before[root], to = until - behind[root];
       if (to < from) continue;
       trial.meet = from + (to - from) * chance();
-      double cost = kNever;
-      if (grow(root, trial.meet, true, trial.gather)) cost = worth(trial.gather, trial.meet);
+      double cost = home ? 0.0 : kNever;
+      if (!home && grow(root, trial.meet, true, trial.gather)) cost = worth(trial.gather, trial.meet);
       // A pair that costs too much already needs no second tree.
       if (cost < least) {
         cost = grow(root, trial.meet, false, trial.spread) ? cost + worth(trial.spread, trial.meet) : kNever;
@@ -163,7 +166,7 @@ class Timetable {
     pairs.resize(pieces), total = pieces;
     std::vector<int32_t> waiting;
     for (int32_t p = 0; p < pieces; p++)
-      if (!insert(pairs[p], tries)) waiting.push_back(p);
+      if (!insert(p, tries)) waiting.push_back(p);
     while (!waiting.empty() && placed > 0 && insertions < most) {
       auto removed = chosen(1 + (int32_t)(chance() * ruin * pieces));
       std::vector<Pair> kept;
@@ -174,7 +177,7 @@ class Timetable {
       std::shuffle(turn.begin() + (chance() < 0.5 ? 0 : first), turn.end(), draw);
       std::vector<int32_t> left;
       for (int32_t p : turn)
-        if (!insert(pairs[p], tries)) left.push_back(p);
+        if (!insert(p, tries)) left.push_back(p);
       if ((int64_t)left.size() <= first) {
         waiting = left;
         continue;
@@ -317,7 +320,10 @@ class Timetable {
 // Returns how many pieces did not fit, and of all sends the hop, the piece, whether it gathers, and when it starts.
 nb::object timetable(int32_t num_ranks, In<int32_t> hop_src, In<int32_t> hop_dst, In<int64_t> link_ptr, In<int32_t> link,
                      In<double> slot_us, In<double> head_us, In<double> tail_us, double extra_us, int32_t pieces,
-                     double until_us, double full_us, int32_t tries, double ruin, int64_t most_insertions, uint64_t seed) {
+                     double until_us, double full_us, int32_t tries, double ruin, int64_t most_insertions, uint64_t seed, In<int32_t> home) {
+  if (home.shape(0) > 0 && (int64_t)home.shape(0) != pieces) throw std::invalid_argument("timetable: pieces without a home");
+  for (size_t k = 0; k < home.shape(0); k++)
+    if (home.data()[k] < 0 || home.data()[k] >= num_ranks) throw std::out_of_range("timetable: no such rank");
   auto hops = (int64_t)hop_src.shape(0), links = (int64_t)slot_us.shape(0);
   if (num_ranks < 2 || pieces < 1 || tries < 1 || !(until_us > 0) || !(ruin >= 0 && ruin <= 1))
     throw std::invalid_argument("timetable: needs two ranks, a piece, a try and some time");
@@ -342,6 +348,7 @@ nb::object timetable(int32_t num_ranks, In<int32_t> hop_src, In<int32_t> hop_dst
     nb::gil_scoped_release release;
     Timetable table(num_ranks, hop_src, hop_dst, {link_ptr.data(), link.data()}, links, slot_us.data(), head_us.data(),
                     tail_us.data(), extra_us, until_us, full_us, seed);
+    if (home.shape(0) > 0) table.home = home.data();
     missing = (int64_t)table.fill(pieces, tries, ruin, most_insertions).size();
     for (int32_t p = 0; p < pieces && !missing; p++)
       for (bool adds : {true, false})
@@ -360,6 +367,6 @@ nb::object timetable(int32_t num_ranks, In<int32_t> hop_src, In<int32_t> hop_dst
 void bind_timetable(nb::module_& m) {
   m.def("timetable", &timetable, nb::arg("num_ranks"), nb::arg("hop_src"), nb::arg("hop_dst"), nb::arg("link_ptr"),
         nb::arg("link"), nb::arg("slot_us"), nb::arg("head_us"), nb::arg("tail_us"), nb::arg("extra_us"), nb::arg("pieces"),
-        nb::arg("until_us"), nb::arg("full_us"), nb::arg("tries"), nb::arg("ruin"), nb::arg("most_insertions"), nb::arg("seed"));
+        nb::arg("until_us"), nb::arg("full_us"), nb::arg("tries"), nb::arg("ruin"), nb::arg("most_insertions"), nb::arg("seed"), nb::arg("home"));
 }
 }  // namespace stretto

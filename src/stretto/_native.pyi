@@ -253,6 +253,7 @@ def timetable(
     ruin: float,
     most_insertions: int,
     seed: int,
+    home: NDArray[np.int32],
 ) -> tuple[int, NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8], NDArray[np.float64]]: ...
 def pack_forest(
     num_nodes: int,

@@ -32,13 +32,16 @@ def direct(count: int, seed: int, most: float = 25.0) -> st.Cluster:
     return st.Cluster.build("drawn", nodes=[Node(name=f"d{k}", host=k) for k in range(count)], links=links)
 
 
+@pytest.mark.parametrize("make", [st.AllReduce, st.AllGather, st.ReduceScatter])
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("alpha", ["pipelined", "blocking"])
-def test_programs_are_right_and_not_below_the_bound(seed: int, alpha: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_are_right_and_not_below_the_bound(
+    make: Any, seed: int, alpha: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(timetable, "FIRST_SENDS", 300)
     cluster = direct(3 + seed, seed)
     ranks = random.Random(seed).sample(range(cluster.num_devices), cluster.num_devices)
-    task = st.AllReduce(ranks)
+    task = make(ranks)
     program = timetable.synthesize(task, cluster, nbytes=1e5, budget_s=0.05, seed=seed, alpha=alpha)
     program.verify()
     check(program.lower(), fifo_depth=1 << 20, op="sum", seed=seed)
@@ -56,6 +59,7 @@ def slots_of(seed: int, until_us: float) -> tuple[st.Cluster, int, tuple[Any, ..
         link_ptr=np.arange(cluster.num_links + 1, dtype=np.int64), link=np.arange(cluster.num_links, dtype=np.int32),
         slot_us=size, head_us=alpha, tail_us=alpha, extra_us=0.0, pieces=10, until_us=until_us,
         full_us=0.1 * until_us, tries=8, ruin=0.3, most_insertions=500, seed=seed,
+        home=np.zeros(0, np.int32),
     )  # fmt: skip
     return cluster, found[0], found[1:]
 
@@ -99,8 +103,8 @@ def test_a_line_is_near_its_bound_with_few_pieces() -> None:
 def test_what_it_is_not_for_is_refused() -> None:
     with pytest.raises(Infeasible, match="not by switches"):
         timetable.synthesize(st.AllReduce(8), st.Cluster.load("dgx_a100"), nbytes=1e6)
-    with pytest.raises(Infeasible, match="serves all_reduce"):
-        timetable.synthesize(st.AllGather(4), st.Cluster.load("ring:4"), nbytes=1e6)
+    with pytest.raises(Infeasible, match="does not serve all_to_all"):
+        timetable.synthesize(st.AllToAll(4), st.Cluster.load("ring:4"), nbytes=1e6)
     with pytest.raises(Infeasible, match="does not reach"):
         timetable.synthesize(st.AllReduce([0, 5]), st.Cluster.load("torus:4x4"), nbytes=1e6)
     with pytest.raises(Infeasible, match="nothing beside the bytes"):

@@ -47,6 +47,9 @@ PAIRED = "tree_pairs"
 FEW_PAIRED = 64
 """The most ranks up to which pairs of trees are tried before compositions; beyond, their search takes long."""
 PHASES = "phases"
+TIMED = "timetable"
+LATER = 3.0
+"""The weight of timetables that do not reduce and spread: others are asked before, and are often at the bound."""
 FEW_SKETCHED = 64
 """The most ranks for which sketches that nobody gave are tried."""
 SMALL = 256
@@ -327,9 +330,9 @@ register_maker(
 )
 register_maker(
     SearchMaker(
-        name="timetable",
+        name=TIMED,
         make=_timetable,
-        collectives=("all_reduce",),
+        collectives=_GATHERING,
         weight=12.0,
         max_ranks=FEW_PAIRED,
         variants=_on_direct_links,
@@ -535,6 +538,9 @@ def plan_tasks(
             for task in found
             if name in mine or task.label in mine
         ]
+    if problem.collective.kind != "all_reduce":
+        tasks = [replace(task, weight=LATER) if task.maker == TIMED else task for task in tasks]
+        tasks.sort(key=lambda task: task.maker == TIMED)
     if problem.ranks > FEW_PAIRED:
         tasks.sort(key=lambda task: task.maker == PAIRED)
     if problem.ranks > SMALL:

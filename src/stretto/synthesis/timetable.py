@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduce as a timetable: every piece gets a pair of trees of its own, put into the time that links have left.
+"""Collectives as timetables: every piece gets trees of its own, put into the time that links have left.
 
 Rates alone do not say when a link is free, and where latencies and bytes take about as long, that decides. So pieces
 are put in one after the other (``native/timetable.cpp``): for a root and a moment at which it knows the sum, one tree
 is grown backwards in time and one forwards, over what is still free. What no longer fits makes others move. A horizon
 that was met is tightened, one that was missed is loosened a little; each full timetable is planned again by urgency
-(`justify`), which closes the gaps that its slots leave.
+(`justify`), which closes the gaps that its slots leave. In an all-gather pieces have the second tree only, from the
+rank whose they are; a reduce-scatter is an all-gather backwards.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from numpy.typing import NDArray
 
 from .. import _native
 from ..cluster import Cluster
-from ..collectives import AllReduce, Collective
+from ..collectives import AllGather, AllReduce, Collective, ReduceScatter
 from ..errors import Infeasible
 from ..programs import Program
 from ..units import check_seed
+from .combine import inverse, like, reversed_cluster
 from .hops import Hops, joins_all
 from .justify import SHAKEN, SHAKES, SendPlan, rejustified, shaken
 from .piece_search import PieceSends, reordered
@@ -73,10 +75,10 @@ def synthesize(
     progress: Progress | None = None,
     alpha: str = "pipelined",
 ) -> Program:
-    """The best all-reduce by timetables that is found within the budget.
+    """The best program by timetables that is found within the budget.
 
     Args:
-        collective: An all-reduce with the standard layout.
+        collective: An all-reduce, all-gather or reduce-scatter with the standard layout.
         cluster: The cluster; its devices are joined by direct links.
         nbytes: The size in bytes, > 0.
         budget_s: The seconds to search; one program is always finished.
@@ -88,7 +90,7 @@ def synthesize(
         The verified program.
 
     Raises:
-        Infeasible: The collective is no standard all-reduce, ranks are joined by switches or do not reach each other,
+        Infeasible: The collective is none of these, ranks are joined by switches or do not reach each other,
             or latencies are nothing beside the bytes.
 
     >>> from stretto import KB
@@ -97,6 +99,13 @@ def synthesize(
     'all_reduce'
     """
     check_seed(seed)
+    if collective.kind == "reduce_scatter":
+        require_direct_links(collective, cluster)
+        forth = synthesize(
+            like(collective, kind="all_gather"), reversed_cluster(cluster), nbytes=nbytes, budget_s=0.9 * budget_s,
+            seed=seed, progress=progress, alpha=alpha,
+        )  # fmt: skip
+        return inverse(forth, cluster, nbytes=nbytes, alpha=alpha)
     began = time.monotonic()
     tell = progress or (lambda message, fraction: None)
     require_direct_links(collective, cluster)
@@ -138,6 +147,7 @@ class _Search:
         number = np.full(cluster.num_nodes, -1, np.int32)
         number[list(collective.ranks)] = np.arange(collective.num_ranks)
         self._src, self._dst = number[self._hops.src], number[self._hops.dst]
+        self._spreads = collective.kind == "all_gather"
         self._random = np.random.default_rng(seed)
         self._horizon_us, self._met_us, self.missed_us = np.inf, np.inf, 0.0
 
@@ -152,6 +162,9 @@ class _Search:
 
     def aligned(self, wanted: float) -> int:
         """A number of pieces near the wanted one with which latencies lose little in slots."""
+        ranks = self.collective.num_ranks
+        if self._spreads:
+            return ranks * max(1, round(wanted / ranks))
         low, high = max(1, int(wanted * (1 - ALIGN))), max(1, round(wanted * (1 + ALIGN)))
         counts = np.unique(np.linspace(low, high, 400).astype(np.int64))
         alpha, rate = self.cluster.link_alpha_us, self.cluster.link_gb_per_s * 1e3
@@ -168,13 +181,14 @@ class _Search:
         alpha = cluster.link_alpha_us.astype(np.float64)
         if self._horizon_us * float(cluster.link_gb_per_s.max()) * 1e3 / size > MOST_SLOTS:
             raise Infeasible("timetable: the rates of links differ too much to cut time into slots")
+        home = np.arange(pieces if self._spreads else 0, dtype=np.int32) % self.collective.num_ranks
         missing, hop, piece, gathers, start = _native.timetable(
             num_ranks=self.collective.num_ranks, hop_src=self._src, hop_dst=self._dst, link_ptr=self._hops.link_ptr,
             link=self._hops.link, slot_us=size / (cluster.link_gb_per_s * 1e3) + (alpha if blocks else 0.0),
             head_us=alpha, tail_us=np.zeros_like(alpha) if blocks else alpha,
             extra_us=size * cluster.reduce_us_per_mb / 1e6, pieces=pieces, until_us=self._horizon_us,
             full_us=float(self._random.choice(FULL)) * self._horizon_us, tries=TRIES,
-            ruin=RUIN, most_insertions=EFFORT * pieces, seed=int(self._random.integers(1 << 31)),
+            ruin=RUIN, most_insertions=EFFORT * pieces, seed=int(self._random.integers(1 << 31)), home=home,
         )  # fmt: skip
         if missing:
             self._set_horizon(self._met_us, self._horizon_us, np.inf)
@@ -213,13 +227,15 @@ class _Search:
         """The sends in the order of the timetable, planned again by urgency."""
         order = np.lexsort((~gathers, start))
         hop, piece, gathers = hop[order], piece[order], gathers[order]
-        c = self.collective
+        ranks, chunk = self.collective.num_ranks, piece
+        if self._spreads:
+            chunk = piece % ranks * (pieces // ranks) + piece // ranks
         program = Program.from_steps(
             f"timetable(pieces={pieces})",
-            AllReduce(c.ranks, chunks=pieces, in_place=c.in_place),
+            like(self.collective, chunks=pieces // ranks if self._spreads else pieces),
             src=self._src[hop],
             dst=self._dst[hop],
-            chunk=piece,
+            chunk=chunk,
             step=np.arange(len(hop)),
             reduce=gathers,
             route=hop,
@@ -232,10 +248,11 @@ class _Search:
 
 def require_direct_links(collective: Collective, cluster: Cluster) -> None:
     """Refuse other collectives, and ranks that direct links do not join."""
-    if collective.kind != "all_reduce" or collective.num_ranks < 2:
-        raise Infeasible(f"timetable: serves all_reduce of two or more ranks, not {collective.kind}")
-    if collective != AllReduce(collective.ranks, chunks=collective.chunks, in_place=collective.in_place):
-        raise Infeasible("timetable: this all_reduce has a layout of its own; only the standard one is served")
+    make = {"all_reduce": AllReduce, "all_gather": AllGather, "reduce_scatter": ReduceScatter}.get(collective.kind)
+    if make is None or collective.num_ranks < 2:
+        raise Infeasible(f"timetable: does not serve {collective.kind} of {collective.num_ranks} ranks")
+    if collective != make(collective.ranks, chunks=collective.chunks, in_place=collective.in_place):
+        raise Infeasible(f"timetable: this {collective.kind} has a layout of its own; only the standard one is served")
     hops = Hops.of(cluster, devices=collective.ranks)
     number = {device: rank for rank, device in enumerate(collective.ranks)}
     ends = [np.array([number[device] for device in side.tolist()], np.int64) for side in (hops.src, hops.dst)]
