@@ -25,8 +25,9 @@ from .world import SyncWorld
 
 Dict = Mapping[str, AnyTensor]
 MAX_TENSORS = 1 << 16
-DELTA_ROUNDS = 16
-"""Rounds of a full update where parts of the tensors are sent, too: so finely a delta follows what has changed."""
+ROUNDS = 16
+"""Rounds of a full update where parts of the tensors are sent, too, so that a delta follows what has changed; and on
+CPUs, where the first is packed and the last unpacked while nothing is sent."""
 
 
 class _Sides(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +82,7 @@ class ReshardState:
             strategy = strategy or ("send_recv" if gpu is not None and self._carrier.one_gpu else OURS)
             self.transfer = Transfer(
                 self._carrier, moves, staging_bytes=staging_bytes, keep=True, gpu=gpu, strategy=strategy,
-                least_rounds=DELTA_ROUNDS if deltas else 1,
+                least_rounds=ROUNDS if deltas or gpu is None else 1,
             )  # fmt: skip
             detached = {name: like(t, local_of(t)) for name, t in self._target.items()}
             second = detached

@@ -73,7 +73,16 @@ def part_of(local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> Tensor
 
 
 def parts(tensors: Sequence[Tensor], locals_: Sequence[torch.Tensor | None], side: int) -> dict[str, AnyTensor]:
-    """What a rank gives to a `WeightSync`, of sources (side 0) or of targets (side 1)."""
+    """What a rank gives to a `WeightSync`.
+
+    Args:
+        tensors: the tensors.
+        locals_: this rank's part of each; None where it has none.
+        side: 0 for sources, 1 for targets.
+
+    Returns:
+        The parts by name.
+    """
     return {
         t.name: part_of(local, (t.src, t.dst)[side], t.shape)
         for t, local in zip(tensors, locals_, strict=True)
@@ -82,14 +91,33 @@ def parts(tensors: Sequence[Tensor], locals_: Sequence[torch.Tensor | None], sid
 
 
 def tile(tensor: Tensor, side: Layout, rank: int) -> list[tuple[int, int]] | None:
-    """Which box of a tensor a rank has; None if none."""
+    """Which box of a tensor a rank has; None if none.
+
+    Args:
+        tensor: the tensor.
+        side: its layout.
+        rank: the rank.
+
+    Returns:
+        Begin and end in each dimension.
+    """
     if rank not in side.mesh.devices:
         return None
     return [(int(a), int(b)) for a, b in side.tiles(tensor.shape)[side.mesh.devices.index(rank)]]
 
 
 def filled(tensor: Tensor, side: Layout, rank: int, device: str) -> torch.Tensor | None:
-    """A rank's part, of numbers that tell where in the whole tensor they belong."""
+    """A rank's part, of numbers that tell where in the whole tensor they belong.
+
+    Args:
+        tensor: the tensor.
+        side: its layout.
+        rank: the rank.
+        device: where the part is made.
+
+    Returns:
+        The part; None where the rank has none.
+    """
     where = tile(tensor, side, rank)
     if where is None:
         return None
@@ -102,13 +130,33 @@ def filled(tensor: Tensor, side: Layout, rank: int, device: str) -> torch.Tensor
 
 
 def empty(tensor: Tensor, side: Layout, rank: int, device: str) -> torch.Tensor | None:
-    """A rank's part, of zeros."""
+    """A rank's part, of zeros.
+
+    Args:
+        tensor: the tensor.
+        side: its layout.
+        rank: the rank.
+        device: where the part is made.
+
+    Returns:
+        The part; None where the rank has none.
+    """
     where = tile(tensor, side, rank)
     return None if where is None else torch.zeros([b - a for a, b in where], dtype=torch.bfloat16, device=device)
 
 
 def exact(tensors: Sequence[Tensor], held: Locals, rank: int, device: str) -> bool:
-    """Whether all ranks have what they should."""
+    """Whether all ranks have what they should; all of them call this.
+
+    Args:
+        tensors: the tensors.
+        held: what this rank has of each.
+        rank: this rank.
+        device: where the parts are.
+
+    Returns:
+        The same on all ranks.
+    """
     fine = True
     for tensor, mine in zip(tensors, held, strict=True):
         want = filled(tensor, tensor.dst, rank, device)
