@@ -147,6 +147,17 @@ def _by_maker(programs: Sequence[ProvedProgram], hopeless: float) -> list[list[P
     return sorted(groups.values(), key=lambda group: len(group[-1].program.chunk))
 
 
+def fits_files(program: Program, problem: SynthesisProblem) -> bool:
+    """Whether a program, as one instance of instruction streams, is within the limits of the wanted format."""
+    if too_long(program):
+        return False
+    try:
+        _check_fits(program.lower(fifo_depth=2), problem)
+    except StrettoError:
+        return False
+    return True
+
+
 def _check_fits(lowered: Lowered, problem: SynthesisProblem) -> None:
     """Refuse streams that no runtime of the wanted format would take, on the hosts where they are to run."""
     from ..programs.formats import msccl_xml, mscclpp_json

@@ -36,6 +36,7 @@ from . import (
 )
 from .explorer import sketch_variants
 from .forest_trees import MAX_PAIRS
+from .lowering import fits_files
 from .maker import Maker, MakerRequest, SearchMaker, one_variant
 from .plan_search import direct_fills_links
 from .problem import MAX_WIDE, MakerTask, Progress, SynthesisProblem
@@ -227,7 +228,18 @@ def _phases(request: MakerRequest) -> Program:
 
 
 def _forest(request: MakerRequest) -> Program:
-    return forest.synthesize(request.collective, request.cluster, **request.shared, **request.options)
+    options = dict(request.options)
+    made = forest.synthesize(request.collective, request.cluster, **request.shared, **options)
+    if not request.problem.lower or "max_transfers" in options:
+        return made
+    # The best number of pieces may be too large for a file: half as many until one takes them.
+    while not fits_files(made, request.problem):
+        options["max_transfers"] = len(made.chunk) // 2
+        fewer = forest.synthesize(request.collective, request.cluster, **request.shared, **options)
+        if len(fewer.chunk) >= len(made.chunk):
+            break
+        made = fewer
+    return made
 
 
 def _exchange(request: MakerRequest) -> Program:
