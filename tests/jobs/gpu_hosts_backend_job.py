@@ -283,6 +283,11 @@ def main() -> None:
     found = scenarios[scenario](world(), *arguments)
     Path(folder, f"{RANK}.json").write_text(json.dumps(found))
     if scenario == "fault":
+        # The store is rank 0's: it stays until the others have asked it what happened.
+        others = [Path(folder, f"{rank}.json") for rank in range(1, dist.get_world_size() - 1)]
+        deadline = time.monotonic() + 40
+        while RANK == 0 and not all(other.exists() for other in others) and time.monotonic() < deadline:
+            time.sleep(0.05)
         os._exit(0)
     dist.barrier()
     dist.destroy_process_group()

@@ -63,7 +63,8 @@ def backend_job(folder: Path, hosts: str, *scenario: str) -> list[Any]:
             rank.end()
     files = [folder / f"{rank}.json" for rank in range(len(names))]
     found = [json.loads(file.read_text()) if file.exists() else None for file in files]
-    assert all(each is not None for each in found[:-1]), (folder / "log0").read_text()[-3000:]
+    said = "\n".join((folder / f"log{rank}").read_text()[-2000:] for rank in range(len(names)))
+    assert all(each is not None for each in found[:-1]), said
     return found
 
 

@@ -96,6 +96,12 @@ BucketsOption = Annotated[
         "--buckets", metavar="SIZE,...", help="Also plan a recorded step of DDP with buckets of these sizes, as 1M,25M."
     ),
 ]
+PlanOutput = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", metavar="FILE.json", callback=output(".json"), help="Write the plan, with its hash."
+    ),
+]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan, as 'stretto plan -o' writes it.")]
 
 
@@ -104,12 +110,7 @@ def plan(
     context: typer.Context,
     workload: OptionalWorkload = None,
     cluster: OptionalCluster = None,
-    plan_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE.json", callback=output(".json"), help="Write the plan, with its hash."
-        ),
-    ] = None,
+    plan_file: PlanOutput = None,
     html: HtmlOption = None,
     rows: JsonOption = None,
     trace: TraceOption = None,
