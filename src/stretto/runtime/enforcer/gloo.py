@@ -25,8 +25,8 @@ from ...process_state import STATE
 from ..executor.executor import ProgramMismatch
 from ..torch_backend.buffers import CollectiveCall
 from ..torch_backend.engine import Engine, channels_of
+from ..torch_backend.gloo_errors import GlooFailure, gloo_failure
 from ..torch_backend.job_store import job_store
-from ..torch_backend.meeting import CUT_OFF
 from ..torch_backend.roll_call import GlooRollCall
 from .background import BackgroundMotif
 from .binding import MotifBinding, PeerRanges
@@ -40,8 +40,6 @@ from .sequencer import ActiveMotif, QueuedMotif
 Gloo: Any = dist.ProcessGroupGloo
 """Its stubs lack half of it."""
 NOTHING = torch.empty(0, dtype=torch.uint8)
-LOST_SIGNS = (*CUT_OFF, "Timed out")
-"""Parts of gloo's messages where the other side of a connection has ended, or does not answer."""
 PAUSE_S = 0.0005
 Explain = Callable[[Exception], Exception]
 """An error with the name of the rank that is gone, where that is known."""
@@ -134,7 +132,7 @@ class GlooCarrier(HostCarrier):
 
     def explained(self, error: Exception) -> Exception:
         """A failure of gloo's as `PeerLost` with the names of the lost ranks, where these can be found out."""
-        if not isinstance(error, RuntimeError) or not any(sign in str(error) for sign in LOST_SIGNS):
+        if gloo_failure(error) is GlooFailure.OTHER:
             return error
         found = error if self._roll_call.told() else self._explain(error)
         # A rank that has found the lost one tells so and leaves, perhaps meanwhile: it looks like a lost one itself.

@@ -15,11 +15,10 @@ from typing import Any
 
 from ...errors import PeerLost
 from .engine import Engine
-from .meeting import CUT_OFF, Card, Meeting, Store, find_gone
+from .gloo_errors import GlooFailure, gloo_failure
+from .meeting import Card, Meeting, Store, find_gone
 from .roll_call import GlooRollCall
 
-TIMED_OUT = ("Timed out waiting", "Application timeout")
-"""What gloo says when nothing came in time."""
 NOTICE_S = 1.0
 """A socket closes a moment before its process is gone."""
 ANSWER_S = 2.0
@@ -46,14 +45,14 @@ class LostRanks:
 
     def explain(self, error: Exception, call: DelegatedCall) -> Exception:
         """The error of a failed call as `PeerLost` that names a rank, where one can be named; else the error itself."""
-        text = str(error)
-        cut_off = next((sign for sign in CUT_OFF if sign in text), "")
-        if not isinstance(error, RuntimeError) or not (cut_off or any(sign in text for sign in TIMED_OUT)):
+        failure = gloo_failure(error)
+        if failure is GlooFailure.OTHER:
             return error
+        closed = failure is GlooFailure.PEER_GONE
         ranks = self._ranks()
         # Another rank may have ended because its work is done: whoever waits for a message waits for its other end.
         awaited = ranks if call.peer is None else [ranks[call.peer]]
-        named = self._given_up_or_gone(awaited, NOTICE_S if cut_off else 0.0) or self._silent(call, awaited, cut_off)
+        named = self._given_up_or_gone(awaited, NOTICE_S if closed else 0.0) or self._silent(call, awaited, closed)
         if named is None:
             return error
         rank, why = named
@@ -87,7 +86,7 @@ class LostRanks:
                 return None
             time.sleep(PAUSE_S)
 
-    def _silent(self, call: DelegatedCall, awaited: Sequence[int], cut_off: str) -> tuple[int, str] | None:
+    def _silent(self, call: DelegatedCall, awaited: Sequence[int], closed: bool) -> tuple[int, str] | None:
         """A rank that does not answer, or else has not made the call, or else is the other end of a message."""
         ranks, executor = self._ranks(), self._engine.job.executor
         peer = ranks[call.peer] if call.peer is not None else None
@@ -117,7 +116,7 @@ class LostRanks:
                 return behind[0], f"timed out waiting for {missing}{also}"
         if peer is None:
             return None
-        if cut_off:
+        if closed:
             return peer, f"{_names([peer])} gone"
         return peer, f"timed out waiting for rank {peer}, the other end of the message{also}"
 

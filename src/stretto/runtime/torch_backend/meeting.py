@@ -22,8 +22,6 @@ from ..executor.join import host_key
 from .job_store import job_start
 
 MAX_BYTES = 1 << 24
-CUT_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
-"""What gloo says when the other side is not there any more."""
 SHORTEST_S, LONGEST_S = 0.001, 0.05
 """Between two looks into the store."""
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ...process_state import STATE, ProcessPart
 from ..executor.forks import refusal
+from .gloo_errors import GlooFailure, gloo_failure
 
 NO_TIMEOUT = timedelta(0)
 Tensors = list[torch.Tensor]
@@ -302,7 +303,7 @@ class DelegatedWork(GroupWork):
                     if timeout > NO_TIMEOUT and not self._message and not inner.is_completed():
                         return False
                     self._wrong = error
-                    if timeout > NO_TIMEOUT and "Timed out" in str(error):
+                    if timeout > NO_TIMEOUT and gloo_failure(error) is GlooFailure.TIMED_OUT:
                         self._wrong = TimeoutError(
                             f"no message within {timeout.total_seconds():g} s, and gloo has given it up"
                         )
