@@ -169,7 +169,11 @@ def test_a_spent_budget_leaves_the_default_options_and_one_schedule_of_each_syst
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(api, "LEAST_COSTING_S", 0.0)
-    found = api.plan(Workload.load("gpt:125m,ranks=8,layers=2"), Cluster.load("dgx2:1"), budget_s=1e-6)
+    monkeypatch.setattr(api, "LEAST_SEARCH_S", 1e-6)
+    step, cluster = Workload.load("gpt:125m,ranks=8,layers=2"), Cluster.load("dgx2:1")
+    found = api.plan(step, cluster, budget_s=1e-6)
+    assert "of a budget of 1e-06 s" in found.plan.notes[-1]
+    assert not any("of a budget of" in note for note in api.plan(step, cluster, steps=1, systems=("fifo",)).plan.notes)
     assert all(len(options) == 1 for options in found.problem.options.values())
     assert any("for want of time" in note for note in found.problem.notes)
     assert set(found.baselines_us) == set(BASELINES)

@@ -40,8 +40,8 @@ COSTING_SHARE = 0.4
 """The share of the budget after which no further options are costed."""
 LEAST_COSTING_S = 2.0
 LEAST_SEARCH_S = 0.2
-"""Seconds for costing and for the search on any budget, the former of this thread's own time: small steps then have all
-their options on a busy machine, too, such as one whose processors all train."""
+"""Seconds for costing and for the search on any budget, the former of this thread's own time: steps of up to 4,000 ops
+then have all their options on a busy machine, too, such as one whose processors all train."""
 BASELINES_SHARE = 0.3
 """The share of the time that is then left for the baselines, which share it evenly; the rest is the search's."""
 JUDGING_SHARE = 0.1
@@ -50,6 +50,8 @@ WRITING_TIMES = 7.0
 """To write out, check and re-time the plan of a large step takes so many times as long as to make its smaller one."""
 URGENT = ("fifo", "syndicate", "s_exec", "s_sched", "nccl_ring", "nccl_tree", "bytescheduler+", "hand_optimised")
 """The order in which systems are scheduled on a large step, where there may be no time for all; then the others."""
+OVERRUN = 1.05
+"""A plan says so when it took longer than this factor of its budget."""
 ALWAYS = URGENT[:2]
 """The systems that get at least one schedule."""
 TEXT_CHARS = 40
@@ -207,8 +209,9 @@ def _plan(
         providers = providers_for(cluster, synthesis_s=synthesis_s, seed=seed)
         model = SimulatedCosts(cluster, providers=providers) if providers else simulated_costs(cluster)
     tell("costing options", 0.0)
+    least_s = LEAST_COSTING_S if len(workload.ops) <= REDUCE_FROM else 0.0
     problem = make_problem(
-        workload, cluster, model, until=time_left.until(COSTING_SHARE), least_s=LEAST_COSTING_S,
+        workload, cluster, model, until=time_left.until(COSTING_SHARE), least_s=least_s,
         progress=lambda share: tell("costing options", share),
     )  # fmt: skip
     compared = Systems(problem)
@@ -238,6 +241,7 @@ def _plan(
         notes=(*compared.notes, *notes),
     )  # fmt: skip
     made = with_retiming(with_programs(made, best.schedule, problem, model), best)
+    made = replace(made, notes=(*made.notes, *time_left.overrun()))
     return PlanResult(
         plan=made, problem=problem, schedules=SystemSchedules(compared, schedules, best.schedule),
         search=replace(found, schedule=best.schedule, others=()) if compared.reduces else found,
@@ -282,6 +286,7 @@ class _Budget:
 
     def __init__(self, budget_s: float, *, limited: bool) -> None:
         self._begun, self._budget_s, self.limited = time.monotonic(), budget_s, limited
+        self._own_begun = time.process_time()
         self._judging_s = JUDGING_SHARE * budget_s
 
     def until(self, share: float) -> float | None:
@@ -305,6 +310,17 @@ class _Budget:
     def for_search(self) -> float:
         """Seconds until candidates have to be judged."""
         return max(self.seconds(1.0) - self._judging_s, LEAST_SEARCH_S)
+
+    def overrun(self) -> tuple[str, ...]:
+        """A note where the budget did not last, with the processor time that the machine gave meanwhile."""
+        took_s = time.monotonic() - self._begun
+        if not self.limited or took_s <= max(OVERRUN * self._budget_s, LEAST_COSTING_S + LEAST_SEARCH_S):
+            return ()
+        own_s = time.process_time() - self._own_begun
+        return (
+            f"took {took_s:.0f} s of a budget of {self._budget_s:g} s, with {own_s:.0f} s of processor time: "
+            "what cannot be left out takes that long here",
+        )
 
 
 def _baselines(
