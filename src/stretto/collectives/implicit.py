@@ -44,7 +44,13 @@ class ImplicitCollective(Collective):
         Returns:
             The collective.
         """
-        if entries <= MAX_WRITTEN or num_chunks > MAX_NUMBERED or chunks < 1 or len(set(ranks)) < len(ranks) or min(ranks) < 0:
+        if (
+            entries <= MAX_WRITTEN
+            or num_chunks > MAX_NUMBERED
+            or chunks < 1
+            or len(set(ranks)) < len(ranks)
+            or min(ranks) < 0
+        ):
             return write()
         import hashlib
 

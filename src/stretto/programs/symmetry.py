@@ -39,8 +39,8 @@ class SymmetricProgram:
     t; `dst` and `home` are ranks as seen from the group at the torus' point 0, and are translated for the others.
 
     Each rank's shard has `pieces` chunks; chunk (h, j) is number ``h * pieces + j`` of the collective (an all-reduce
-    has ``num_ranks * pieces`` chunks). In an all-to-all the shard of a rank is all that it sends: with c chunks for each
-    taker it has ``num_ranks * c`` pieces, and piece ``q * c + j`` of rank h goes to rank q as seen from h's group, so
+    has ``num_ranks * pieces`` chunks). In an all-to-all the shard of a rank is all that it sends: with c chunks for
+    each taker it has ``num_ranks * c`` pieces, and piece ``q * c + j`` of rank h goes to rank q as seen from h's group, so
     that translations leave pieces as they are. `after` and `gate` name orbits, with the meaning they have in `Program`:
     a transfer waits for the members of the orbit that touch the same slots.
     """
@@ -206,7 +206,8 @@ class SymmetricProgram:
         """Prove the program by one group's chunks, of which all others are translations, and by the order of orbits.
 
         An all-gather is right when the shard of each rank of the group is broadcast, a reduce-scatter when it is
-        reduced to that rank, an all-to-all when it is scattered from there. A circle of waiting ranks would be a circle of waiting orbits, so their order proves that
+        reduced to that rank, an all-to-all when it is scattered from there. A circle of
+        waiting ranks would be a circle of waiting orbits, so their order proves that
         nothing deadlocks.
         """
         return self._report

@@ -65,7 +65,7 @@ def chunk_places(kind: str, sizes: tuple[int, ...], local: int, pieces: int, num
 
 
 def _seen_from(sizes: tuple[int, ...], local: int, pieces: int, home: Ints, piece: Ints, *, sign: int) -> Ints:
-    """The pieces of an all-to-all with their takers counted from point 0 (1: from the home's group; -1: the reverse)."""
+    """The pieces of an all-to-all with their takers counted from point 0 (sign 1), or from the home's group (-1)."""
     cut = max(pieces // (local * prod(sizes)), 1)
     taker, part = np.divmod(piece, cut)
     return translate(taker, home // local, sizes, sign=sign, local=local) * cut + part
@@ -89,8 +89,8 @@ def expanded(p: SymmetricProgram) -> Program:
     owner = np.repeat(np.arange(orbits), np.diff(p.chunk_ptr))
     at = np.arange(len(p.home)) - p.chunk_ptr[owner]
     chunk = np.empty(chunk_ptr[-1], np.int32)
-    chunk[chunk_ptr[owner[:, None] * copies + group] + at[:, None]] = (
-        chunk_numbers(p, translate(p.home[:, None], group, p.sizes, local=local), p.piece[:, None])
+    chunk[chunk_ptr[owner[:, None] * copies + group] + at[:, None]] = chunk_numbers(
+        p, translate(p.home[:, None], group, p.sizes, local=local), p.piece[:, None]
     )
     return Program(
         name=p.name,

@@ -279,7 +279,7 @@ def _proofs_alike(kind: str, cluster: Cluster, net: ArcNetwork, alike: Alike) ->
 
 
 def _pairs_alike(cluster: Cluster, net: ArcNetwork, alike: Alike) -> Iterator[BoundProof]:
-    """The cuts around one group, and around each of its devices: what all others have for it must come in, and go out."""
+    """The cuts around one group, and around each of its devices: what others have for it comes in, and goes out."""
     devices = np.arange(cluster.num_devices)
     for inside in [devices < alike.local, *(devices == one for one in range(alike.local))]:
         count = int(inside.sum())
