@@ -40,7 +40,8 @@ class SymmetricProgram:
 
     Each rank's shard has `pieces` chunks; chunk (h, j) is number ``h * pieces + j`` of the collective (an all-reduce
     has ``num_ranks * pieces`` chunks). In an all-to-all the shard of a rank is all that it sends: with c chunks for
-    each taker it has ``num_ranks * c`` pieces, and piece ``q * c + j`` of rank h goes to rank q as seen from h's group, so
+    each taker it has ``num_ranks * c`` pieces, and piece ``q * c + j`` of rank h goes to rank q as seen from h's group,
+    so
     that translations leave pieces as they are. `after` and `gate` name orbits, with the meaning they have in `Program`:
     a transfer waits for the members of the orbit that touch the same slots.
     """
