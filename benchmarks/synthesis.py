@@ -217,7 +217,7 @@ def large(source: str, quick: bool) -> list[Row]:
     """Thousands of GPUs with the budget that `synthesize` has by default; `peak_mib` is of the whole process so far."""
     cluster = st.Cluster.load(source)
     n, rows = cluster.num_devices, []
-    for make in (st.AllGather, st.ReduceScatter, st.AllReduce):
+    for make in (st.AllGather, st.ReduceScatter, st.AllReduce, st.AllToAll):
         row = case(f"{make.__name__} {source}", make(n), cluster, 256 * st.MB, budget_s=30.0)
         rows.append(row | {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024})
     return rows

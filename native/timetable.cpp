@@ -23,7 +23,6 @@ constexpr double kTiny = 1e-9;
 constexpr double kNever = 1e300;
 constexpr double kSteep = 20.0;     // how fast the price of a link falls with the share of its slots that are free
 constexpr double kCompact = 0.02;   // what a microsecond of delay counts beside prices where pairs of trees are compared
-constexpr int32_t kLongest = 8;     // the most links of a hop
 
 // Which slots of each link are taken.
 class Slots {
@@ -65,17 +64,15 @@ class Slots {
 
   void take(int32_t l, int32_t s) { bits_[(size_t)l * words_ + (s >> 6)] |= 1ull << (s & 63), taken[l]++; }
   void leave(int32_t l, int32_t s) { bits_[(size_t)l * words_ + (s >> 6)] &= ~(1ull << (s & 63)), taken[l]--; }
-  bool is_free(int32_t l, int32_t s) const { return !(bits_[(size_t)l * words_ + (s >> 6)] >> (s & 63) & 1); }
 
  private:
   int64_t words_;
   std::vector<uint64_t> bits_;
 };
 
-// One rank's hop of a tree: the hop, and the slot on each of its links. Of the root: hop -1.
+// One rank's part of a tree: the link to (from) its parent, and the slot there. Of the root: link -1.
 struct Step {
-  int32_t hop = -1;
-  int32_t slot[kLongest];
+  int32_t link = -1, slot = 0;
 };
 
 struct Pair {
@@ -88,9 +85,8 @@ class Timetable {
  public:
   int32_t n;
   const int32_t *src, *dst;
-  Rows<int32_t> route;
-  const double *slot_us, *head_us, *tail_us;
-  double extra_us, until, full_us;  // full_us: what a hop over a full link costs, as a delay
+  const double *slot_us, *tail_us;
+  double extra_us, until, full_us;  // full_us: what a full link costs, as a delay
   Slots slots;
   std::vector<std::vector<int32_t>> in, out;
   std::vector<double> price, before, behind;  // of each root: the least time to gather, and to spread
@@ -100,18 +96,16 @@ class Timetable {
   const int32_t* home = nullptr;  // the root of each piece, where pieces only spread from one
   std::vector<Pair> pairs;
 
-  Timetable(int32_t ranks, In<int32_t>& hop_src, In<int32_t>& hop_dst, Rows<int32_t> links, int64_t num_links,
-            const double* slot, const double* head, const double* tail, double extra, double end, double full, uint64_t seed)
-      : n(ranks), src(hop_src.data()), dst(hop_dst.data()), route(links), slot_us(slot), head_us(head), tail_us(tail),
-        extra_us(extra), until(end), full_us(full), slots(slot, tail, num_links, end), in(ranks), out(ranks), price(num_links, 0.0),
-        before(ranks), behind(ranks), draw(seed), at_(ranks), key_(ranks), done_(ranks), offered_(ranks) {
-    for (int32_t h = 0; h < (int32_t)hop_src.shape(0); h++) in[dst[h]].push_back(h), out[src[h]].push_back(h);
+  Timetable(int32_t ranks, In<int32_t>& link_src, In<int32_t>& link_dst, const double* slot, const double* tail,
+            double extra, double end, double full, uint64_t seed)
+      : n(ranks), src(link_src.data()), dst(link_dst.data()), slot_us(slot), tail_us(tail), extra_us(extra), until(end), full_us(full),
+        slots(slot, tail, (int64_t)link_src.shape(0), end), in(ranks), out(ranks), price(link_src.shape(0), 0.0),
+        before(ranks), behind(ranks), draw(seed), at_(ranks), key_(ranks), done_(ranks) {
+    for (int32_t l = 0; l < (int32_t)link_src.shape(0); l++) in[dst[l]].push_back(l), out[src[l]].push_back(l);
     std::vector<Step> tree(n);
     for (int32_t r = 0; r < n; r++) {
-      before[r] = grow(r, until, true, tree) ? until - *std::min_element(at_.begin(), at_.end()) : kNever;
-      undo(tree);
-      behind[r] = grow(r, 0.0, false, tree) ? *std::max_element(at_.begin(), at_.end()) : kNever;
-      undo(tree);
+      before[r] = grow(r, until, true, tree, kNever) < kNever ? until - *std::min_element(at_.begin(), at_.end()) : kNever;
+      behind[r] = grow(r, 0.0, false, tree, kNever) < kNever ? *std::max_element(at_.begin(), at_.end()) : kNever;
     }
   }
 
@@ -121,26 +115,17 @@ class Timetable {
     insertions++;
     set_prices();
     double least = kNever;
-    Pair trial;
-    trial.gather.resize(n), trial.spread.resize(n);
+    trial_.gather.resize(n), trial_.spread.resize(n);
     for (int32_t k = 0; k < tries; k++) {
       auto root = home ? home[piece] : (int32_t)(draw() % n);
       double from = home ? 0.0 : before[root], to = until - behind[root];
       if (to < from) continue;
-      trial.meet = from + (to - from) * chance();
-      double cost = home ? 0.0 : kNever;
-      if (!home && grow(root, trial.meet, true, trial.gather)) cost = worth(trial.gather, trial.meet);
-      // A pair that costs too much already needs no second tree.
-      if (cost < least) {
-        cost = grow(root, trial.meet, false, trial.spread) ? cost + worth(trial.spread, trial.meet) : kNever;
-        undo(trial.spread);
-      }
-      undo(trial.gather);
-      if (cost < least) {
-        least = cost, pair.meet = trial.meet;
-        std::swap(pair.gather, trial.gather), std::swap(pair.spread, trial.spread);
-        trial.gather.resize(n), trial.spread.resize(n);
-      }
+      trial_.meet = from + (to - from) * chance();
+      // A tree that makes the pair cost too much is not grown to its end.
+      double cost = home ? 0.0 : grow(root, trial_.meet, true, trial_.gather, least);
+      if (cost < least) cost += grow(root, trial_.meet, false, trial_.spread, least - cost);
+      if (cost < least) least = cost, std::swap(pair.meet, trial_.meet), std::swap(pair.gather, trial_.gather), std::swap(pair.spread, trial_.spread);
+      trial_.gather.resize(n), trial_.spread.resize(n);
     }
     if (least == kNever) return false;
     take(pair);
@@ -149,13 +134,16 @@ class Timetable {
 
   void take(Pair& pair) {
     for (auto* tree : {&pair.gather, &pair.spread})
-      for (auto& step : *tree) each_slot(step, [&](int32_t l, int32_t s) { slots.take(l, s); });
+      for (auto& step : *tree)
+        if (step.link >= 0) slots.take(step.link, step.slot);
     pair.placed = true, placed++;
   }
 
   void leave(Pair& pair) {
     if (!pair.placed) return;
-    undo(pair.gather), undo(pair.spread);
+    for (auto* tree : {&pair.gather, &pair.spread})
+      for (auto& step : *tree)
+        if (step.link >= 0) slots.leave(step.link, step.slot);
     pair.placed = false, placed--;
   }
 
@@ -191,18 +179,8 @@ class Timetable {
  private:
   std::vector<double> at_, key_;
   std::vector<uint8_t> done_;
-  std::vector<Step> offered_;
-
-  template <class Do>
-  void each_slot(const Step& step, Do what) {
-    if (step.hop < 0) return;
-    int32_t k = 0;
-    for (auto* l = route.begin(step.hop); l != route.end(step.hop); l++) what(*l, step.slot[k++]);
-  }
-
-  void undo(const std::vector<Step>& tree) {
-    for (auto& step : tree) each_slot(step, [&](int32_t l, int32_t s) { slots.leave(l, s); });
-  }
+  std::vector<int32_t> reached_;
+  Pair trial_;
 
   // Links are priced by the share of their slots that all pieces together will have taken.
   void set_prices() {
@@ -213,93 +191,47 @@ class Timetable {
     }
   }
 
-  double toll(int32_t hop) const {
-    double sum = 0;
-    for (auto* l = route.begin(hop); l != route.end(hop); l++) sum += price[*l];
-    return sum;
-  }
-
-  double worth(const std::vector<Step>& tree, double meet) const {
-    double cost = 0;
-    for (int32_t v = 0; v < n; v++)
-      if (tree[v].hop >= 0) cost += kCompact * std::abs(at_[v] - meet) + toll(tree[v].hop);
-    return cost;
-  }
-
-  // The latest start of a hop that has arrived by `by`; negative where there is none.
-  double latest(int32_t hop, double by, int32_t* slot) const {
-    const int32_t* links = route.begin(hop);
-    double begins = kNever, tail = by - extra_us;
-    for (auto k = (int32_t)route.size(hop) - 1; k >= 0; k--) {
-      int32_t l = links[k];
-      tail -= tail_us[l];
-      double us = slot_us[l], start = std::min(tail - us, begins - head_us[l]);
-      slot[k] = slots.last(l, (int64_t)std::floor(start / us + kTiny));
-      if (slot[k] < 0) return -1;
-      begins = slot[k] * us;
+  // Let rank v join the tree by a link to (from) one that is in it, if that is better than what v has.
+  void offer(int32_t v, double by, int32_t l, bool gathers, Step& step) {
+    double us = slot_us[l], at;
+    int32_t slot;
+    if (gathers) {  // as late as it has arrived in time
+      slot = slots.last(l, (int64_t)std::floor((by - extra_us - tail_us[l] - us) / us + kTiny));
+      at = slot * us;
+    } else {
+      slot = slots.first(l, (int64_t)std::ceil(by / us - kTiny));
+      at = (slot + 1) * us + tail_us[l];
     }
-    return begins;
-  }
-
-  // The earliest arrival of a hop that starts no sooner than `from`; kNever where there is none.
-  double earliest(int32_t hop, double from, int32_t* slot) const {
-    double begins = from, tail = 0;
-    int32_t k = 0;
-    for (auto* l = route.begin(hop); l != route.end(hop); l++, k++) {
-      double us = slot_us[*l];
-      slot[k] = slots.first(*l, (int64_t)std::ceil(begins / us - kTiny));
-      if (slot[k] < 0) return kNever;
-      tail = std::max(tail, (slot[k] + 1) * us) + tail_us[*l];
-      begins = slot[k] * us + head_us[*l];
-    }
-    return tail <= until + kTiny ? tail : kNever;
-  }
-
-  // The best way to join rank v to the tree by one hop to (from) rank w, if it is better than what v has.
-  void offer(int32_t v, int32_t w, int32_t hop, bool gathers, Step& step) {
-    int32_t slot[kLongest];
-    double at = gathers ? latest(hop, at_[w], slot) : earliest(hop, at_[w], slot);
-    if (gathers ? at < 0 : at == kNever) return;
-    double key = (gathers ? -at : at) + toll(hop);
+    if (slot < 0 || (!gathers && at > until + kTiny)) return;
+    double key = (gathers ? -at : at) + price[l];
     if (key >= key_[v]) return;
-    key_[v] = key, at_[v] = at, step.hop = hop;
-    std::copy(slot, slot + route.size(hop), step.slot);
+    if (key_[v] == kNever) reached_.push_back(v);
+    key_[v] = key, at_[v] = at, step = {l, slot};
   }
 
-  bool still_free(const Step& step) {
-    bool free = true;
-    each_slot(step, [&](int32_t l, int32_t s) { free &= slots.is_free(l, s); });
-    return free;
-  }
-
-  // Grow a tree from the root, whose slots are then taken; false, and only some of it, where it does not reach every rank.
-  bool grow(int32_t root, double meet, bool gathers, std::vector<Step>& tree) {
+  // Grow a tree from the root and return what it costs; kNever where it does not reach every rank, or costs more than `most`.
+  // No two of its sends need the same slot, as every rank has links of its own; so none is taken yet.
+  double grow(int32_t root, double meet, bool gathers, std::vector<Step>& tree, double most) {
     std::fill(key_.begin(), key_.end(), kNever), std::fill(done_.begin(), done_.end(), 0);
-    for (auto& step : tree) step.hop = -1;
-    for (auto& step : offered_) step.hop = -1;
-    key_[root] = -kNever, at_[root] = meet;
-    for (int32_t left = n; left > 0;) {
-      int32_t v = -1;
-      for (int32_t u = 0; u < n; u++)
-        if (!done_[u] && key_[u] < kNever && (v < 0 || key_[u] < key_[v])) v = u;
-      if (v < 0) return false;
-      if (!still_free(offered_[v])) {  // An earlier hop of this tree has a slot that v was to have.
-        key_[v] = kNever;
-        for (int32_t hop : gathers ? out[v] : in[v]) {
-          int32_t w = gathers ? dst[hop] : src[hop];
-          if (done_[w]) offer(v, w, hop, gathers, offered_[v]);
-        }
-        continue;
-      }
-      done_[v] = 1, left--;
-      tree[v] = offered_[v];
-      each_slot(tree[v], [&](int32_t l, int32_t s) { slots.take(l, s); });
-      for (int32_t hop : gathers ? in[v] : out[v]) {
-        int32_t u = gathers ? src[hop] : dst[hop];
-        if (!done_[u]) offer(u, v, hop, gathers, offered_[u]);
+    key_[root] = -kNever, at_[root] = meet, tree[root].link = -1;
+    reached_.assign(1, root);
+    double cost = 0;
+    for (int32_t left = n; left > 0; left--) {
+      if (reached_.empty()) return kNever;
+      size_t best = 0;
+      for (size_t k = 1; k < reached_.size(); k++)
+        if (key_[reached_[k]] < key_[reached_[best]]) best = k;
+      int32_t v = reached_[best];
+      reached_[best] = reached_.back(), reached_.pop_back();
+      done_[v] = 1;
+      if (v != root) cost += kCompact * std::abs(at_[v] - meet) + price[tree[v].link];
+      if (cost >= most) return kNever;
+      for (int32_t l : gathers ? in[v] : out[v]) {
+        int32_t u = gathers ? src[l] : dst[l];
+        if (!done_[u]) offer(u, at_[v], l, gathers, tree[u]);
       }
     }
-    return true;
+    return cost;
   }
 
   // Pieces to take out: those that meet about the same moment, or any.
@@ -317,56 +249,49 @@ class Timetable {
   }
 };
 
-// Returns how many pieces did not fit, and of all sends the hop, the piece, whether it gathers, and when it starts.
-nb::object timetable(int32_t num_ranks, In<int32_t> hop_src, In<int32_t> hop_dst, In<int64_t> link_ptr, In<int32_t> link,
-                     In<double> slot_us, In<double> head_us, In<double> tail_us, double extra_us, int32_t pieces,
-                     double until_us, double full_us, int32_t tries, double ruin, int64_t most_insertions, uint64_t seed, In<int32_t> home) {
+// Returns how many pieces did not fit, and of all sends the link, the piece, whether it gathers, and when it starts.
+nb::object timetable(int32_t num_ranks, In<int32_t> link_src, In<int32_t> link_dst, In<double> slot_us, In<double> tail_us,
+                     double extra_us, int32_t pieces, double until_us, double full_us, int32_t tries, double ruin,
+                     int64_t most_insertions, uint64_t seed, In<int32_t> home) {
   if (home.shape(0) > 0 && (int64_t)home.shape(0) != pieces) throw std::invalid_argument("timetable: pieces without a home");
   for (size_t k = 0; k < home.shape(0); k++)
     if (home.data()[k] < 0 || home.data()[k] >= num_ranks) throw std::out_of_range("timetable: no such rank");
-  auto hops = (int64_t)hop_src.shape(0), links = (int64_t)slot_us.shape(0);
+  auto links = (int64_t)link_src.shape(0);
   if (num_ranks < 2 || pieces < 1 || tries < 1 || !(until_us > 0) || !(ruin >= 0 && ruin <= 1))
     throw std::invalid_argument("timetable: needs two ranks, a piece, a try and some time");
-  if ((int64_t)hop_dst.shape(0) != hops || (int64_t)link_ptr.shape(0) != hops + 1 || (int64_t)head_us.shape(0) != links ||
-      (int64_t)tail_us.shape(0) != links)
+  if ((int64_t)link_dst.shape(0) != links || (int64_t)slot_us.shape(0) != links || (int64_t)tail_us.shape(0) != links)
     throw std::invalid_argument("timetable: arrays differ in length");
-  for (int64_t h = 0; h < hops; h++) {
-    int64_t length = link_ptr.data()[h + 1] - link_ptr.data()[h];
-    if (length < 1 || length > kLongest) throw std::invalid_argument("timetable: a hop has no links, or too many");
-    if (hop_src.data()[h] < 0 || hop_src.data()[h] >= num_ranks || hop_dst.data()[h] < 0 || hop_dst.data()[h] >= num_ranks)
+  for (int64_t l = 0; l < links; l++) {
+    if (link_src.data()[l] < 0 || link_src.data()[l] >= num_ranks || link_dst.data()[l] < 0 || link_dst.data()[l] >= num_ranks)
       throw std::out_of_range("timetable: no such rank");
-  }
-  for (size_t k = 0; k < link.shape(0); k++)
-    if (link.data()[k] < 0 || link.data()[k] >= links) throw std::out_of_range("timetable: no such link");
-  for (int64_t l = 0; l < links; l++)
     if (!(slot_us.data()[l] > 0)) throw std::invalid_argument("timetable: a slot has no length");
-  std::vector<int32_t> hop, piece;
+  }
+  std::vector<int32_t> link, piece;
   std::vector<uint8_t> gathers;
   std::vector<double> start;
   int64_t missing;
   {
     nb::gil_scoped_release release;
-    Timetable table(num_ranks, hop_src, hop_dst, {link_ptr.data(), link.data()}, links, slot_us.data(), head_us.data(),
-                    tail_us.data(), extra_us, until_us, full_us, seed);
+    Timetable table(num_ranks, link_src, link_dst, slot_us.data(), tail_us.data(), extra_us, until_us, full_us, seed);
     if (home.shape(0) > 0) table.home = home.data();
     missing = (int64_t)table.fill(pieces, tries, ruin, most_insertions).size();
     for (int32_t p = 0; p < pieces && !missing; p++)
       for (bool adds : {true, false})
         for (auto& step : adds ? table.pairs[p].gather : table.pairs[p].spread)
-          if (step.hop >= 0) {
-            hop.push_back(step.hop), piece.push_back(p), gathers.push_back(adds);
-            start.push_back(step.slot[0] * slot_us.data()[link.data()[link_ptr.data()[step.hop]]]);
+          if (step.link >= 0) {
+            link.push_back(step.link), piece.push_back(p), gathers.push_back(adds);
+            start.push_back(step.slot * slot_us.data()[step.link]);
           }
   }
-  return nb::make_tuple(missing, to_numpy(std::move(hop)), to_numpy(std::move(piece)), to_numpy(std::move(gathers)),
+  return nb::make_tuple(missing, to_numpy(std::move(link)), to_numpy(std::move(piece)), to_numpy(std::move(gathers)),
                         to_numpy(std::move(start)));
 }
 
 }  // namespace
 
 void bind_timetable(nb::module_& m) {
-  m.def("timetable", &timetable, nb::arg("num_ranks"), nb::arg("hop_src"), nb::arg("hop_dst"), nb::arg("link_ptr"),
-        nb::arg("link"), nb::arg("slot_us"), nb::arg("head_us"), nb::arg("tail_us"), nb::arg("extra_us"), nb::arg("pieces"),
-        nb::arg("until_us"), nb::arg("full_us"), nb::arg("tries"), nb::arg("ruin"), nb::arg("most_insertions"), nb::arg("seed"), nb::arg("home"));
+  m.def("timetable", &timetable, nb::arg("num_ranks"), nb::arg("link_src"), nb::arg("link_dst"), nb::arg("slot_us"),
+        nb::arg("tail_us"), nb::arg("extra_us"), nb::arg("pieces"), nb::arg("until_us"), nb::arg("full_us"), nb::arg("tries"),
+        nb::arg("ruin"), nb::arg("most_insertions"), nb::arg("seed"), nb::arg("home"));
 }
 }  // namespace stretto

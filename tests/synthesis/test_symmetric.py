@@ -11,18 +11,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stretto import AllGather, AllReduce, Cluster, InvalidInput, ReduceScatter, VerificationError, simulate, synthesize
+from stretto import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Cluster,
+    InvalidInput,
+    ReduceScatter,
+    VerificationError,
+    lower_bound,
+    simulate,
+    synthesize,
+)
 from stretto.cluster.wiring import Wiring, host_names, numbered
+from stretto.collectives import implicit
 from stretto.errors import Infeasible
 from stretto.programs import Program, SymmetricProgram
 from stretto.programs.formats import load_program, save_program, symmetric_text, text
 from stretto.synthesis import symmetric
 from stretto.synthesis.compose import inside_algorithms
 from stretto.synthesis.makers import MAX_WHOLE_MOVES, plan_tasks
-from stretto.synthesis.orbits import exchanges, gathering
+from stretto.synthesis.orbits import exchanges, gathering, phased
 from stretto.synthesis.problem import SynthesisProblem
 
-KINDS = {"all_gather": AllGather, "reduce_scatter": ReduceScatter, "all_reduce": AllReduce}
+KINDS = {"all_gather": AllGather, "reduce_scatter": ReduceScatter, "all_reduce": AllReduce, "all_to_all": AllToAll}
 
 
 def random_boxes(rng: np.random.Generator) -> Cluster:
@@ -64,18 +76,18 @@ def test_one_host_stands_for_all(source: str, kind: str) -> None:
     cluster = Cluster.load(source)
     for pieces in (1, 3):
         one = symmetric.synthesize(KINDS[kind](cluster.num_devices), cluster, nbytes=1e6, pieces=[pieces])
-        assert one.pieces == pieces and one.kind == kind
+        assert one.pieces == pieces * (cluster.num_devices if kind == "all_to_all" else 1) and one.kind == kind
         judged(one, cluster)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_equal_hosts(seed: int) -> None:
     rng = np.random.default_rng(seed)
     cluster = random_boxes(rng)
-    kind = [*KINDS][seed % 3]
+    kind = [*KINDS][seed % 4]
     physics: dict[str, Any] = {
         "alpha": ["pipelined", "blocking"][seed % 2],
-        "contention": ["fifo", "fair"][seed // 2 % 2],
+        "contention": ["fifo", "fair"][seed // 4 % 2],
     }
     one = symmetric.synthesize(
         KINDS[kind](cluster.num_devices), cluster, nbytes=1e6, pieces=[int(rng.integers(1, 3))], **physics
@@ -122,13 +134,60 @@ def test_faults_are_caught_as_in_the_whole_program() -> None:
     assert min(caught.values()) > 5
 
 
-def test_the_text_form_gives_back_the_same_program(tmp_path: Path) -> None:
-    right = a_gather()
+def test_faults_of_an_all_to_all_are_caught() -> None:
+    rng, right = np.random.default_rng(4), phased(3, 4, 2)
+    right.verify()
+    verdicts = []
+    for field, limit in (("home", 12), ("piece", 24), ("dst", 12)) * 10:
+        values = getattr(right, field).copy()
+        at = int(rng.integers(len(values)))
+        values[at] = (values[at] + 1 + rng.integers(limit - 1)) % limit
+        try:
+            wrong = dataclasses.replace(right, **{field: values})
+        except InvalidInput:
+            continue
+        with pytest.raises(VerificationError):
+            wrong.verify()
+        with pytest.raises(VerificationError):
+            wrong.expand().verify()
+        verdicts.append(field)
+    assert {*verdicts} == {"home", "piece", "dst"}
+    with pytest.raises(InvalidInput, match="pieces: must be a multiple of the 12 ranks"):
+        dataclasses.replace(right, pieces=25)
+
+
+def test_an_all_to_all_of_4096_gpus() -> None:
+    cluster = Cluster.load("dgx_h100_spine:512")
+    found = synthesize(AllToAll(4096), cluster, 256e6, cache=False)
+    assert isinstance(found.program, SymmetricProgram) and found.certificate.gap < 0.001
+    assert found.program.num_transfers == 512 * (511 * 8 + 512 * 56) * (found.program.pieces // 4096)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_bound_of_equal_hosts_is_a_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = random_boxes(np.random.default_rng(100 + seed))
+    plain = lower_bound(AllToAll(cluster.num_devices), cluster, 1e8)
+    monkeypatch.setattr(implicit, "MAX_WRITTEN", 0)
+    alike = lower_bound(AllToAll(cluster.num_devices), cluster, 1e8)
+    assert 0 < alike.bandwidth_us <= plain.bandwidth_us * (1 + 1e-9)
+    assert alike.latency_us == pytest.approx(plain.latency_us)
+    assert float(alike.weights @ cluster.link_gb_per_s[alike.links]) * 1e3 * alike.bandwidth_us == pytest.approx(
+        alike.demand_bytes
+    )
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "all_to_all"])
+def test_the_text_form_gives_back_the_same_program(kind: str, tmp_path: Path) -> None:
+    right = a_gather() if kind == "all_gather" else phased(3, 4, 2)
     save_program(right, tmp_path / "gather.txt")
     again = load_program(tmp_path / "gather.txt")
     assert isinstance(again, SymmetricProgram)
     assert again.expand() == right.expand()
     assert symmetric_text.dumps(again) == symmetric_text.dumps(right)
+
+
+def test_wrong_texts_are_refused() -> None:
+    right = a_gather()
     for wrong, message in (
         ("stretto-symmetric-program 2\n", "version '2' is not known"),
         (

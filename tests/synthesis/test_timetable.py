@@ -55,9 +55,8 @@ def slots_of(seed: int, until_us: float) -> tuple[st.Cluster, int, tuple[Any, ..
     size = 1e4 / (cluster.link_gb_per_s * 1e3)
     alpha = cluster.link_alpha_us.astype(np.float64)
     found = _native.timetable(
-        num_ranks=5, hop_src=cluster.link_src, hop_dst=cluster.link_dst,
-        link_ptr=np.arange(cluster.num_links + 1, dtype=np.int64), link=np.arange(cluster.num_links, dtype=np.int32),
-        slot_us=size, head_us=alpha, tail_us=alpha, extra_us=0.0, pieces=10, until_us=until_us,
+        num_ranks=5, link_src=cluster.link_src, link_dst=cluster.link_dst, slot_us=size, tail_us=alpha,
+        extra_us=0.0, pieces=10, until_us=until_us,
         full_us=0.1 * until_us, tries=8, ruin=0.3, most_insertions=500, seed=seed,
         home=np.zeros(0, np.int32),
     )  # fmt: skip

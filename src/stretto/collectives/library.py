@@ -43,7 +43,8 @@ def AllGather(ranks: Ranks, *, chunks: int = 1, in_place: bool = False) -> Colle
     """
     devices = as_ranks(ranks)
     return ImplicitCollective.of(
-        "all_gather", devices, chunks=chunks, num_chunks=len(devices) * chunks, in_place=in_place,
+        "all_gather", devices, chunks=chunks, num_chunks=len(devices) * chunks, entries=len(devices) ** 2 * chunks,
+        in_place=in_place,
         write=partial(_all_gather, devices, chunks, in_place),
     )  # fmt: skip
 
@@ -76,7 +77,8 @@ def ReduceScatter(ranks: Ranks, *, chunks: int = 1, in_place: bool = False) -> C
     """
     devices = as_ranks(ranks)
     return ImplicitCollective.of(
-        "reduce_scatter", devices, chunks=chunks, num_chunks=len(devices) * chunks, in_place=in_place,
+        "reduce_scatter", devices, chunks=chunks, num_chunks=len(devices) * chunks,
+        entries=len(devices) ** 2 * chunks, in_place=in_place,
         write=partial(_reduce_scatter, devices, chunks, in_place),
     )  # fmt: skip
 
@@ -110,7 +112,7 @@ def AllReduce(ranks: Ranks, *, chunks: int | None = None, in_place: bool = False
     devices = as_ranks(ranks)
     pieces = len(devices) if chunks is None else chunks
     return ImplicitCollective.of(
-        "all_reduce", devices, chunks=pieces, num_chunks=pieces, in_place=in_place,
+        "all_reduce", devices, chunks=pieces, num_chunks=pieces, entries=len(devices) * pieces, in_place=in_place,
         write=partial(_all_reduce, devices, pieces, in_place),
     )  # fmt: skip
 
@@ -140,6 +142,14 @@ def AllToAll(ranks: Ranks, *, chunks: int = 1, in_place: bool = False) -> Collec
         The collective; its bytes are those of one rank's input buffer.
     """
     devices = as_ranks(ranks)
+    count = len(devices) ** 2 * chunks
+    return ImplicitCollective.of(
+        "all_to_all", devices, chunks=chunks, num_chunks=count, entries=count, in_place=in_place,
+        write=partial(_all_to_all, devices, chunks, in_place),
+    )  # fmt: skip
+
+
+def _all_to_all(devices: tuple[int, ...], chunks: int, in_place: bool) -> Collective:
     n = len(devices)
     sources = np.arange(n, dtype=np.int64)[:, None] * n
     return from_buffers(

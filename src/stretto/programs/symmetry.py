@@ -18,14 +18,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .. import _native
-from ..collectives import AllGather, AllReduce, Collective, ReduceScatter
+from ..collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter
 from ..collectives.conditions import MAX_ENTRIES, MAX_RANKS
+from ..collectives.implicit import MAX_NUMBERED
 from ..errors import InvalidInput, VerificationError, unknown
 from .ir import Program, check_table, column
-from .symmetry_views import expanded, seen_by, translate
+from .symmetry_views import chunk_numbers, expanded, seen_by, translate
 from .verify import VerificationReport, fifo_depth
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 Ints = NDArray[np.int64]
 
@@ -38,7 +39,10 @@ class SymmetricProgram:
     t; `dst` and `home` are ranks as seen from the group at the torus' point 0, and are translated for the others.
 
     Each rank's shard has `pieces` chunks; chunk (h, j) is number ``h * pieces + j`` of the collective (an all-reduce
-    has ``num_ranks * pieces`` chunks). `after` and `gate` name orbits, with the meaning they have in `Program`:
+    has ``num_ranks * pieces`` chunks). In an all-to-all the shard of a rank is all that it sends: with c chunks for
+    each taker it has ``num_ranks * c`` pieces, and piece ``q * c + j`` of rank h goes to rank q as seen from h's group,
+    so
+    that translations leave pieces as they are. `after` and `gate` name orbits, with the meaning they have in `Program`:
     a transfer waits for the members of the orbit that touch the same slots.
     """
 
@@ -68,7 +72,7 @@ class SymmetricProgram:
         for array in vars(self).values():
             if isinstance(array, np.ndarray):
                 array.setflags(write=False)
-        _check_torus(self.kind, self.sizes, self.local, self.pieces)
+        check_torus(self.kind, self.sizes, self.local, self.pieces)
         _check_columns(
             self.num_ranks, self.local, self.pieces, self.src, self.dst, self.chunk_ptr, self.home, self.piece
         )
@@ -103,7 +107,7 @@ class SymmetricProgram:
 
         Args:
             name: The program's name.
-            kind: "all_gather", "reduce_scatter" or "all_reduce".
+            kind: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
             sizes: The sides of the torus of groups, the fastest varying first.
             pieces: How many chunks a rank's shard has, >= 1.
             dst: The rank that each transfer of the group at point 0 goes to, another one than its sender.
@@ -135,7 +139,7 @@ class SymmetricProgram:
         homes, which = column("home", home, np.int32), column("piece", piece, np.int32)
         ptr = np.arange(count + 1) if chunk_ptr is None else column("chunk_ptr", chunk_ptr, np.int64)
         reduces, sender = column("reduce", reduce, np.bool_, count), column("src", src, np.int32, count)
-        _check_torus(kind, sizes, local, pieces)
+        check_torus(kind, sizes, local, pieces)
         ranks = local * prod(sizes)
         _check_columns(ranks, local, pieces, sender, to, ptr, homes, which)
         # A slot of the quotient is a chunk whose home is counted from the group of the rank that holds it.
@@ -143,11 +147,17 @@ class SymmetricProgram:
         holder, receiver = np.repeat(sender, rows).astype(np.int64), np.repeat(to, rows).astype(np.int64)
         there = translate(homes, receiver // local, sizes, sign=-1, local=local)
         slots = [
-            np.ascontiguousarray((((at % local) * ranks + h) * pieces + which).astype(np.int32))
+            ((at % local) * ranks + h) * pieces + which
             for at, h in ((holder, homes.astype(np.int64)), (receiver, there))
         ]
+        number, count_slots = np.concatenate(slots), local * ranks * pieces
+        if kind == "all_to_all":
+            # Only those that are used are numbered: most ranks never hold most chunks.
+            used, number = np.unique(number, return_inverse=True)
+            count_slots = len(used)
+        number = number.astype(np.int32)
         after_ptr, after, gate_ptr, gate, reads = _native.derive_dependencies(
-            local * ranks * pieces, reduces, ptr, slots[0], slots[1], steps
+            count_slots, reduces, ptr, number[: len(homes)], number[len(homes) :], steps
         )
         return cls(
             name=name, kind=kind, sizes=tuple(sizes), pieces=pieces, dst=to, reduce=reduces, chunk_ptr=ptr,
@@ -173,18 +183,21 @@ class SymmetricProgram:
     @property
     def chunk(self) -> NDArray[np.int32]:
         """The chunks that the group at point 0 sends, as chunk numbers of the collective."""
-        return self.home * np.int32(self.pieces) + self.piece
+        return chunk_numbers(self, self.home, self.piece).astype(np.int32)
 
     @cached_property
     def collective(self) -> Collective:
         """The collective that the whole program performs, cut no finer than it has to be (for bounds)."""
         if self.kind == "all_reduce":
             return AllReduce(self.num_ranks, chunks=1)
+        if self.kind == "all_to_all":
+            return AllToAll(self.num_ranks)
         return (AllGather if self.kind == "all_gather" else ReduceScatter)(self.num_ranks)
 
     def transfer_bytes(self, nbytes: float) -> NDArray[np.float64]:
         """The bytes of each orbit's message when the collective moves `nbytes`."""
-        return np.diff(self.chunk_ptr) * (float(nbytes) / (self.num_ranks * self.pieces))
+        cut = self.pieces if self.kind == "all_to_all" else self.num_ranks * self.pieces
+        return np.diff(self.chunk_ptr) * (float(nbytes) / cut)
 
     def expand(self) -> Program:
         """The plain `Program` with the transfers of all ranks, those of one orbit next to each other."""
@@ -194,7 +207,8 @@ class SymmetricProgram:
         """Prove the program by one group's chunks, of which all others are translations, and by the order of orbits.
 
         An all-gather is right when the shard of each rank of the group is broadcast, a reduce-scatter when it is
-        reduced to that rank. A circle of waiting ranks would be a circle of waiting orbits, so their order proves that
+        reduced to that rank, an all-to-all when it is scattered from there. A circle of
+        waiting ranks would be a circle of waiting orbits, so their order proves that
         nothing deadlocks.
         """
         return self._report
@@ -222,7 +236,8 @@ class SymmetricProgram:
         )
 
 
-def _check_torus(kind: str, sizes: tuple[int, ...], local: int, pieces: int) -> None:
+def check_torus(kind: str, sizes: tuple[int, ...], local: int, pieces: int) -> None:
+    """Refuse an unknown collective, an empty torus or group, and numbers of pieces that are out of range."""
     if kind not in KINDS:
         raise unknown("symmetric collective", kind, KINDS)
     if local < 1:
@@ -230,8 +245,11 @@ def _check_torus(kind: str, sizes: tuple[int, ...], local: int, pieces: int) -> 
     ranks = local * prod(sizes)
     if min(sizes, default=1) < 1 or ranks > MAX_RANKS:
         raise InvalidInput(f"sizes: must be >= 1 and multiply, with local, to at most {MAX_RANKS}, not {sizes}")
-    if not 1 <= pieces <= MAX_ENTRIES // (ranks * local):
-        raise InvalidInput(f"pieces: must be 1..{MAX_ENTRIES // (ranks * local)} for {ranks} ranks, not {pieces}")
+    most = MAX_NUMBERED // ranks if kind == "all_to_all" else MAX_ENTRIES // (ranks * local)
+    if not 1 <= pieces <= most:
+        raise InvalidInput(f"pieces: must be 1..{most} for {ranks} ranks, not {pieces}")
+    if kind == "all_to_all" and pieces % ranks:
+        raise InvalidInput(f"pieces: must be a multiple of the {ranks} ranks of an all_to_all, not {pieces}")
 
 
 def _check_columns(

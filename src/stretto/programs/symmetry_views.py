@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..collectives import AllGather, AllReduce, Broadcast, Collective, Reduce, ReduceScatter
+from ..collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, Reduce, ReduceScatter, Scatter
 from .ir import Program, row_index
 
 if TYPE_CHECKING:
@@ -47,6 +48,29 @@ def translate(rank: ArrayLike, by: ArrayLike, sizes: tuple[int, ...], *, sign: i
     return result
 
 
+def chunk_numbers(p: SymmetricProgram, home: ArrayLike, piece: ArrayLike) -> Ints:
+    """The numbers of chunks in the whole program's collective; `home` and `piece` broadcast."""
+    homes, pieces = np.asarray(home, np.int64), np.asarray(piece, np.int64)
+    if p.kind == "all_to_all":
+        pieces = _seen_from(p.sizes, p.local, p.pieces, homes, pieces, sign=1)
+    return homes * p.pieces + pieces
+
+
+def chunk_places(kind: str, sizes: tuple[int, ...], local: int, pieces: int, number: Ints) -> tuple[Ints, Ints]:
+    """The home and the piece of chunks with these numbers, as `chunk_numbers` has numbered them."""
+    home, piece = np.divmod(number, max(pieces, 1))
+    if kind == "all_to_all":
+        piece = _seen_from(sizes, local, pieces, home, piece, sign=-1)
+    return home, piece
+
+
+def _seen_from(sizes: tuple[int, ...], local: int, pieces: int, home: Ints, piece: Ints, *, sign: int) -> Ints:
+    """The pieces of an all-to-all with their takers counted from point 0 (sign 1), or from the home's group (-1)."""
+    cut = max(pieces // (local * prod(sizes)), 1)
+    taker, part = np.divmod(piece, cut)
+    return translate(taker, home // local, sizes, sign=sign, local=local) * cut + part
+
+
 def expanded(p: SymmetricProgram) -> Program:
     """The plain program with the transfers of all ranks, those of one orbit next to each other."""
     copies, local, orbits = p.copies, p.local, len(p.dst)
@@ -65,8 +89,8 @@ def expanded(p: SymmetricProgram) -> Program:
     owner = np.repeat(np.arange(orbits), np.diff(p.chunk_ptr))
     at = np.arange(len(p.home)) - p.chunk_ptr[owner]
     chunk = np.empty(chunk_ptr[-1], np.int32)
-    chunk[chunk_ptr[owner[:, None] * copies + group] + at[:, None]] = (
-        translate(p.home[:, None], group, p.sizes, local=local) * p.pieces + p.piece[:, None]
+    chunk[chunk_ptr[owner[:, None] * copies + group] + at[:, None]] = chunk_numbers(
+        p, translate(p.home[:, None], group, p.sizes, local=local), p.piece[:, None]
     )
     return Program(
         name=p.name,
@@ -88,6 +112,8 @@ def expanded(p: SymmetricProgram) -> Program:
 def _in_chunks(p: SymmetricProgram) -> Collective:
     if p.kind == "all_reduce":
         return AllReduce(p.num_ranks, chunks=p.num_ranks * p.pieces)
+    if p.kind == "all_to_all":
+        return AllToAll(p.num_ranks, chunks=p.pieces // p.num_ranks)
     return (AllGather if p.kind == "all_gather" else ReduceScatter)(p.num_ranks, chunks=p.pieces)
 
 
@@ -159,4 +185,6 @@ def seen_by(p: SymmetricProgram, rank: int) -> Program:
 def _of_one_rank(p: SymmetricProgram, rank: int) -> Collective:
     if p.kind == "all_reduce":
         return AllReduce(p.num_ranks, chunks=p.pieces)
+    if p.kind == "all_to_all":
+        return Scatter(p.num_ranks, root=rank, chunks=p.pieces // p.num_ranks)
     return (Broadcast if p.kind == "all_gather" else Reduce)(p.num_ranks, root=rank, chunks=p.pieces)

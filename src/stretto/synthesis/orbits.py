@@ -100,6 +100,45 @@ def gathering(name: str, exchange: Exchange, inside: Program, *, pieces: int) ->
     )  # fmt: skip
 
 
+def phased(local: int, groups: int, pieces: int) -> SymmetricProgram:
+    """An all-to-all in phases: in phase k each group sends to the k-th after it, in phase 0 to itself.
+
+    What a rank has for rank m of another group goes to rank m of its own group first, and from there, together with
+    what its neighbors have, to the other group: every message between groups joins ranks of one number (a rail).
+
+    Args:
+        local: The number of ranks in a group.
+        groups: The number of groups.
+        pieces: How many pieces each shard is cut into, >= 1; pieces follow one another.
+
+    Returns:
+        The symmetric program, not verified yet.
+    """
+    ranks, number = local * groups, np.arange(local)
+    giver, taker = (side.ravel() for side in np.meshgrid(number, number, indexing="ij"))
+    apart = giver != taker
+    giver, taker = giver[apart], taker[apart]
+    src, dst, home, piece, widths = [], [], [], [], []
+    # What stays inside a group comes last: it needs no time between groups, which the others do.
+    for phase in [*range(1, groups), 0]:
+        for part in range(pieces):
+            src.append(giver), dst.append(taker), home.append(giver)
+            piece.append((taker + local * phase) * pieces + part)
+            widths.append(np.ones(len(giver), np.int64))
+            if phase:
+                src.append(number), dst.append(number + local * phase)
+                home.append(np.tile(number, local))
+                piece.append(np.repeat((number + local * phase) * pieces + part, local))
+                widths.append(np.full(local, local))
+    steps = np.repeat(np.arange(len(src)), [len(block) for block in src])
+    cut = f",chunks={pieces}" if pieces > 1 else ""
+    return SymmetricProgram.from_steps(
+        f"symmetric(phases{cut})", "all_to_all", (groups,), pieces=ranks * pieces, dst=np.concatenate(dst),
+        home=np.concatenate(home), piece=np.concatenate(piece), step=steps,
+        chunk_ptr=np.concatenate([[0], np.cumsum(np.concatenate(widths))]), src=np.concatenate(src), local=local,
+    )  # fmt: skip
+
+
 def backwards(gather: SymmetricProgram, order: NDArray[np.intp]) -> SymmetricProgram:
     """The reduce-scatter that an all-gather becomes when its transfers go back, in `order`."""
     p, local = gather, gather.local

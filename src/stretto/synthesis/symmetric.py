@@ -3,7 +3,8 @@
 
 All-gather, reduce-scatter and all-reduce over all devices of a cluster whose hosts are images of one another: shards
 go between hosts along rails and are spread inside each host, as in `compose`, but only one host's transfers are built,
-proved and simulated (`SymmetricProgram`). On networks of dimensions one device stands for all.
+proved and simulated (`SymmetricProgram`). On networks of dimensions one device stands for all. An all-to-all goes in
+phases: in phase k each host sends to the k-th after it, over the rail of the device that takes it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ..simulator import Timeline, simulate
 from ..units import check_seed
 from .combine import reversed_cluster
 from .compose import LevelAlgorithm, inside_algorithms
-from .orbits import Exchange, backwards, exchanges, gathering, joined
+from .orbits import Exchange, backwards, exchanges, gathering, joined, phased
 
 MAX_ENTRIES = 1 << 20
 """The most chunks that the transfers of one group may move: up to it finer pieces are tried."""
@@ -56,7 +57,8 @@ def synthesize(
     """The best symmetric composition for all devices of a cluster of equal hosts, or of regular dimensions.
 
     Args:
-        collective: An all-gather, reduce-scatter or all-reduce over all devices in their order, not in place.
+        collective: An all-gather, reduce-scatter, all-reduce or all-to-all over all devices in their order, not in
+            place.
         cluster: The cluster.
         nbytes: The size in bytes, > 0.
         budget_s: The seconds to search and to prove the result; the first composition is always finished.
@@ -86,6 +88,8 @@ def synthesize(
         pieces=PIECES if pieces is None else tuple(pieces), deadline=time.monotonic() + budget_s,
         tell=progress or (lambda message, fraction: None),
     )  # fmt: skip
+    if collective.kind == "all_to_all":
+        return search.best([partial(phased, host_group(cluster), cluster.num_devices // host_group(cluster))])
     return search.best([*_makes(cluster, nbytes, seed, alpha)])
 
 
@@ -93,8 +97,9 @@ def require_all_devices(collective: Collective, cluster: Cluster) -> None:
     """Refuse what has no symmetric form: other collectives, a part of the devices, in-place calls, uneven hosts."""
     if collective.kind not in KINDS:
         raise Infeasible(f"does not do {collective.kind}")
-    if not cluster.dimensions and not host_group(cluster):
-        raise Infeasible("needs hosts with equally many devices, numbered host by host, or regular dimensions")
+    if not host_group(cluster) and (not cluster.dimensions or collective.kind == "all_to_all"):
+        dimensions = "" if collective.kind == "all_to_all" else ", or regular dimensions"
+        raise Infeasible(f"needs hosts with equally many devices, numbered host by host{dimensions}")
     if collective.ranks != tuple(range(cluster.num_devices)):
         raise Infeasible("needs all devices of the cluster, in their order")
     if collective.in_place:
@@ -166,9 +171,9 @@ class SymmetricSearch:
         return min(tried, key=lambda one: one[0])[1]
 
     def trial(self, gather: SymmetricProgram) -> tuple[float, SymmetricProgram]:
-        """The collective from an all-gather, and its time."""
+        """The collective from an all-gather (an all-to-all is made as it is), and its time."""
         program = gather
-        if self.kind != "all_gather":
+        if self.kind in ("reduce_scatter", "all_reduce"):
             # Transfers of the reduce-scatter are ordered as in the mirror image of the all-gather's timeline.
             mirror = self.run(gather, reversed_cluster(self.cluster))
             program = backwards(gather, np.lexsort((-np.arange(len(gather.dst)), -mirror.end_us)))

@@ -178,14 +178,14 @@ class _Search:
     def attempt(self, pieces: int) -> None:
         """Fill one timetable, plan it again, and set the next horizon."""
         cluster, blocks, size = self.cluster, self.alpha == "blocking", self.nbytes / pieces
-        alpha = cluster.link_alpha_us.astype(np.float64)
+        own = self._hops.link  # every hop is one link
+        alpha, rate = cluster.link_alpha_us[own].astype(np.float64), cluster.link_gb_per_s[own] * 1e3
         if self._horizon_us * float(cluster.link_gb_per_s.max()) * 1e3 / size > MOST_SLOTS:
             raise Infeasible("timetable: the rates of links differ too much to cut time into slots")
         home = np.arange(pieces if self._spreads else 0, dtype=np.int32) % self.collective.num_ranks
         missing, hop, piece, gathers, start = _native.timetable(
-            num_ranks=self.collective.num_ranks, hop_src=self._src, hop_dst=self._dst, link_ptr=self._hops.link_ptr,
-            link=self._hops.link, slot_us=size / (cluster.link_gb_per_s * 1e3) + (alpha if blocks else 0.0),
-            head_us=alpha, tail_us=np.zeros_like(alpha) if blocks else alpha,
+            num_ranks=self.collective.num_ranks, link_src=self._src, link_dst=self._dst,
+            slot_us=size / rate + (alpha if blocks else 0.0), tail_us=np.zeros_like(alpha) if blocks else alpha,
             extra_us=size * cluster.reduce_us_per_mb / 1e6, pieces=pieces, until_us=self._horizon_us,
             full_us=float(self._random.choice(FULL)) * self._horizon_us, tries=TRIES,
             ruin=RUIN, most_insertions=EFFORT * pieces, seed=int(self._random.integers(1 << 31)), home=home,

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from ...collectives.conditions import MAX_RANKS
 from ...errors import InvalidInput
-from ..symmetry import SymmetricProgram
-from ..symmetry_views import translate
+from ..symmetry import SymmetricProgram, check_torus
+from ..symmetry_views import chunk_numbers, chunk_places, translate
 from .lines import LineReader, quote, ranges
 
 HEADER = "stretto-symmetric-program"
@@ -90,12 +90,13 @@ def dumps_rank(program: SymmetricProgram, rank: int) -> str:
         raise InvalidInput(f"rank: must be 0..{p.num_ranks - 1}, not {rank}")
     number, group = rank % p.local, rank // p.local
     to = p.dst.astype(np.int64) // p.local
+    cut = p.pieces // p.num_ranks if p.kind == "all_to_all" else p.pieces
     sends, receives = np.flatnonzero(p.src == number), np.flatnonzero(p.dst % p.local == number)
     lines = [
         f"{RANK_HEADER} {VERSION}", f"name {quote(p.name)}",
-        f"collective {p.kind} ranks {p.num_ranks} chunks {p.pieces}", f"rank {rank}",
+        f"collective {p.kind} ranks {p.num_ranks} chunks {cut}", f"rank {rank}",
     ]  # fmt: skip
-    chunks, after, gate = _rows(p.chunk_ptr, p.chunk), _rows(p.after_ptr, p.after), _rows(p.gate_ptr, p.gate)
+    after, gate = _rows(p.after_ptr, p.after), _rows(p.gate_ptr, p.gate)
     reads = _rows(p.gate_ptr, p.gate_reads)
 
     def delivering(orbit: int) -> int:
@@ -106,8 +107,8 @@ def dumps_rank(program: SymmetricProgram, rank: int) -> str:
     for t, mine in [*((t, True) for t in sends.tolist()), *((t, False) for t in receives.tolist())]:
         at = group if mine else int(translate(group, to[t], p.sizes, sign=-1))
         ends = [int(translate(end, at, p.sizes, local=p.local)) for end in (p.src[t], p.dst[t])]
-        homes, pieces = np.divmod(np.array(chunks[t], np.int64), p.pieces)
-        moved = (translate(homes, at, p.sizes, local=p.local) * p.pieces + pieces).tolist()
+        homes, pieces = (side[p.chunk_ptr[t] : p.chunk_ptr[t + 1]] for side in (p.home, p.piece))
+        moved = chunk_numbers(p, translate(homes, at, p.sizes, local=p.local), pieces).tolist()
         waits = [delivering(a) for a in after[t]]
         word = "after"
         if not mine:
@@ -157,9 +158,10 @@ def loads(text: str, *, where: str = "program") -> SymmetricProgram:
             ptr.append(len(values))
     if max(columns["lane"], default=0) >= 1 << 15:
         reader.fail(f"lane: must be 0..{(1 << 15) - 1}")
-    home, piece = np.divmod(np.array(lists["chunks"][1], np.int64), max(pieces, 1))
     gate_ptr, gate, reads = _merged(lists["gate"], lists["reads"])
     try:
+        check_torus(head["kind"], sizes, local, pieces)
+        home, piece = chunk_places(head["kind"], sizes, local, pieces, np.array(lists["chunks"][1], np.int64))
         return SymmetricProgram(
             name=name, kind=head["kind"], sizes=sizes, local=local, pieces=pieces,
             src=np.array(columns["src"], np.int32), dst=np.array(columns["dst"], np.int32),

@@ -248,6 +248,9 @@ def _latency_from(
 def _proofs_alike(kind: str, cluster: Cluster, net: ArcNetwork, alike: Alike) -> Iterator[BoundProof]:
     """The proofs of `_proofs` for all devices of a symmetric cluster: one group's needs are those of all."""
     devices = np.arange(cluster.num_devices, dtype=np.int32)
+    if kind == "all_to_all":
+        yield from _pairs_alike(cluster, net, alike)
+        return
     if kind != "all_reduce":
         shares = np.full(len(devices), 1 / len(devices))
         forth = net if kind == "all_gather" else net.reverse
@@ -273,6 +276,17 @@ def _proofs_alike(kind: str, cluster: Cluster, net: ArcNetwork, alike: Alike) ->
         times = 2 * (count - 1)
         reason = f"counting: each byte is received {times} times by {who}, which take in {rate}"
         yield BoundProof.of(net, weights, float(times), reason, "max-flow over equal groups", False)
+
+
+def _pairs_alike(cluster: Cluster, net: ArcNetwork, alike: Alike) -> Iterator[BoundProof]:
+    """The cuts around one group, and around each of its devices: what others have for it comes in, and goes out."""
+    devices = np.arange(cluster.num_devices)
+    for inside in [devices < alike.local, *(devices == one for one in range(alike.local))]:
+        count = int(inside.sum())
+        share = count * (len(devices) - count) / len(devices)
+        yield _cut_proof(cluster, net, Cut.into(net, net.narrowest_entry(inside), share), False)
+        back = Cut.into(net.reverse, net.reverse.narrowest_entry(inside), share)
+        yield _cut_proof(cluster, net, back.reverse, False)
 
 
 def _latency(cluster: Cluster, net: ArcNetwork, demand: Demand, channels: frozenset[str] | None) -> Latency:
