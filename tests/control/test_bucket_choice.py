@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from stretto.cluster import Cluster
 from stretto.control.bucket_choice import ENDING, MIB, SIZES_MB, asked, choose, keep, kept_size
 from stretto.control.messages import encode_captured
 from stretto.control.worker import costs_of
 from stretto.errors import InvalidInput
 from stretto.planner import api
 from stretto.planner.buckets import ALIKE, rebucket
-from stretto.presets import cluster as preset
 from stretto.workload import Dep, Op, Workload
 
 COMMAND = ["torchrun", "train.py"]
@@ -37,7 +37,7 @@ def test_the_choice_is_the_best_of_all_sizes(seed: int) -> None:
     draw = random.Random(seed)
     count = draw.randint(1, 3)
     step = recorded([draw.uniform(1, 20) * MIB for _ in range(count)], [draw.uniform(10, 4000) for _ in range(count)])
-    cluster = preset("ring:4")
+    cluster = Cluster.load("ring:4")
     captured = encode_captured(step, cluster, 100.0)
     found = choose(captured, 2.0)
     assert found is not None
@@ -60,7 +60,7 @@ def test_a_step_without_buckets_is_left_alone() -> None:
         Op(name="s", kind="all_reduce", nbytes=1e6, after=(Dep(op="a"),)),
     )
     step = Workload(name="step", num_ranks=4, ops=ops)
-    assert choose(encode_captured(step, preset("ring:4"), 0.0), 0.5) is None
+    assert choose(encode_captured(step, Cluster.load("ring:4"), 0.0), 0.5) is None
 
 
 def test_a_size_is_kept_for_the_same_command_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
