@@ -84,6 +84,11 @@ def choose(captured: CapturedStep, budget_s: float) -> tuple[BucketPrediction, B
 def keep(folder: Path, command: Sequence[str], cap_mb: float) -> None:
     """Leave a size to the next start of a command.
 
+    Args:
+        folder: Where plans are kept.
+        command: What starts the job.
+        cap_mb: The size, in MiB.
+
     Raises:
         InvalidInput: The folder cannot be written, or is not this user's alone.
     """
