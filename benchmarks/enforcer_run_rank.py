@@ -2,12 +2,14 @@
 """One rank of the case `cut`: plain data-parallel training that notes its times, losses, and the plan of each step.
 
 Gradients are rounded so that every order of adding them gives the same sum. Losses must then be those of training on
-one rank, bit for bit, whatever plans did: nothing but the order of sums may ever differ.
+one rank, bit for bit, whatever plans did: nothing but the order of sums may ever differ. BACKEND is gloo or nccl, with
+a larger model on the GPU.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -21,7 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from stretto.runtime.torch_backend.current import CURRENT
 from stretto.runtime.torch_backend.own_backend import OWN_BACKEND
 
-WIDTH, LAYERS, BATCH = 256, 5, 16
+BACKEND = os.environ.get("BACKEND", "gloo")
+DEVICE = "cuda" if BACKEND == "nccl" else "cpu"
+WIDTH, LAYERS, BATCH = (768 if DEVICE == "cuda" else 256), 5, 16
 LOOK_EVERY = 10
 GRAIN = 1 << 16
 
@@ -31,12 +35,12 @@ def model() -> nn.Module:
     layers: list[nn.Module] = [nn.Linear(32, WIDTH)]
     for _ in range(LAYERS - 1):
         layers += [nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
-    return nn.Sequential(*layers, nn.Tanh(), nn.Linear(WIDTH, 1))
+    return nn.Sequential(*layers, nn.Tanh(), nn.Linear(WIDTH, 1)).to(DEVICE)
 
 
 def batch(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = torch.randn(BATCH, 32, generator=torch.Generator().manual_seed(rank))
-    return inputs, inputs.sin().sum(1, keepdim=True)
+    return inputs.to(DEVICE), inputs.sin().sum(1, keepdim=True).to(DEVICE)
 
 
 def exact(net: nn.Module) -> None:
@@ -76,7 +80,9 @@ def number_of_plan() -> int:
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    # Several ranks on one GPU work with NCCL when each believes to be on a host of its own.
+    os.environ.setdefault("NCCL_HOSTID", f"rank{os.environ['RANK']}")
+    dist.init_process_group(BACKEND)
     rank, size = dist.get_rank(), dist.get_world_size()
     aside = dist.new_group(backend="gloo")
     net = model()
@@ -98,8 +104,9 @@ def main() -> None:
         loss = nn.functional.mse_loss(parallel(inputs), wanted)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        times.append((time.perf_counter() - begin) * 1e6)
+        # It waits for a GPU, too.
         losses.append(float(loss.detach()))
+        times.append((time.perf_counter() - begin) * 1e6)
         if offset < 0 and CURRENT.enforcer is not None:
             # The enforcer counts iterations from here on.
             offset = len(times)

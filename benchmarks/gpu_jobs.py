@@ -46,6 +46,8 @@ DRAWS = 2000
 EARLY = "-early"
 """Ends the name of the script whose all-gathers a plan sees before they are waited for; by itself it is as any."""
 TICK_S = 0.1
+CONNECTIONS = 64
+"""Of all ranks to the GPU that they share: eight ranks with 16 each ran out of memory at their start."""
 
 
 def lab(args: Any) -> list[str]:
@@ -54,18 +56,26 @@ def lab(args: Any) -> list[str]:
             args.uplink, "--"]  # fmt: skip
 
 
+def connections(ranks: int) -> int:
+    """Queues of the GPU that each of two hosts' ranks asks for: MPS has 64 for all, and started none for 128.
+
+    >>> connections(2), connections(4), connections(16)
+    (16, 8, 2)
+    """
+    return max(2, min(16, CONNECTIONS // (2 * ranks)))
+
+
 class Run:
     """A command in a session of its own, whose ranks wait until it is released."""
 
-    def __init__(self, command: list[str], where: Path, name: str, **environment: str) -> None:
+    def __init__(self, command: list[str], where: Path, name: str, ranks: int, **environment: str) -> None:
         self._log, self._hold = where / f"{name}.log", where / f"{name}.go"
         self._hold.unlink(missing_ok=True)
         # A client of MPS has few queues of the GPU unless it asks for more: kernels of a backward pass would stand
-        # behind a sum that waits for the one before it; with 16 of each, MPS has none for eight ranks. Compiled code is
-        # not shared by runs: PyTorch's optimizer of DDP failed on graphs that it found in the cache.
+        # behind a sum that waits for the one before it. Compiled code is not shared by runs.
         shared = {
             "OMP_NUM_THREADS": "1", "NCCL_SOCKET_IFNAME": "eth", "NCCL_MAX_NCHANNELS": "2",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "8", "TORCHINDUCTOR_COMPILE_THREADS": "4",
+            "CUDA_DEVICE_MAX_CONNECTIONS": str(connections(ranks)), "TORCHINDUCTOR_COMPILE_THREADS": "4",
             "TORCHINDUCTOR_CACHE_DIR": str(where / f"compiled-{name}"), "HOLD": str(self._hold),
         }  # fmt: skip
         with self._log.open("wb") as out:
@@ -116,7 +126,7 @@ def run_alone(args: Any, where: Path) -> None:
     (where / "alone").mkdir(parents=True, exist_ok=True)
     models = ",".join(dict.fromkeys(model.removesuffix(EARLY) for model in args.cases.split(",")))
     command = [*lab(args), sys.executable, str(RANK), models, str(where / "alone"), str(ALONE)]
-    run = Run(command, where, "alone", BACKEND=backends, **({"TRACES": "1"} if args.traces else {}))
+    run = Run(command, where, "alone", args.ranks, BACKEND=backends, **({"TRACES": "1"} if args.traces else {}))
     run.release(args.limit_alone)
     while not run.over():
         time.sleep(TICK_S)
@@ -134,7 +144,7 @@ def started(model: str, args: Any, where: Path) -> Run:
     more = {"STRETTO_CARRIER": "gloo"} if args.device == "cpu" else {}
     more |= {"STRETTO_EARLY_GATHERS": "on"} if model.endswith(EARLY) else {}
     return Run(
-        command, where, model, BACKEND="cpu" if args.device == "cpu" else "nccl", PAIRS=str(args.pairs),
+        command, where, model, args.ranks, BACKEND="cpu" if args.device == "cpu" else "nccl", PAIRS=str(args.pairs),
         STRETTO_PLANS=str(folder / "plans"), **more,
     )  # fmt: skip
 

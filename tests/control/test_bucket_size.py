@@ -44,7 +44,21 @@ def test_only_models_without_a_size_get_it(one_rank: None, monkeypatch: pytest.M
 @pytest.mark.parametrize("said", ["0", "-1", "many", "inf", "nan"])
 def test_what_is_no_size_is_refused(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STRETTO_BUCKET_MB", said)
-    with pytest.raises(InvalidInput, match="STRETTO_BUCKET_MB: must be a number of MiB > 0"):
+    with pytest.raises(InvalidInput, match="STRETTO_BUCKET_MB: must be a number of MiB > 0 or auto"):
         set_bucket_size()
     monkeypatch.setenv("STRETTO_BUCKET_MB", "")
     assert set_bucket_size() is None
+
+
+def test_all_ranks_take_what_rank_0_was_told(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = c10d.HashStore()
+    layer = torch.nn.Linear(2, 2)
+    for rank, said in enumerate(("2", "", "5")):
+        # Hosts may differ in their environment; a bucket that one rank alone has would never be summed.
+        monkeypatch.setenv("STRETTO_BUCKET_MB", said)
+        undo = set_bucket_size(store, rank)
+        assert undo is not None
+        assert DistributedDataParallel(layer).bucket_bytes_cap == 2 * MIB
+        undo()
+    monkeypatch.setenv("STRETTO_BUCKET_MB", "auto")
+    assert set_bucket_size(c10d.HashStore(), 0) is None

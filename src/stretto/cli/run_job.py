@@ -18,9 +18,10 @@ from ..control.controller_process import ControllerProcess
 from ..control.hangs import GONE
 from ..control.messages import CapturedStep, JobStatus, Status
 from ..control.transport import ControllerConnection, from_environment
-from ..errors import InvalidInput
+from ..errors import InvalidInput, StrettoError
 from ..files import write_file
 from ..report.enforced_html import write_enforced_html
+from ..units import format_us
 from .common import json_bytes, say
 from .gain import gain_lines
 from .options import BudgetOption, HtmlOption, JsonOption, PlansOption
@@ -77,9 +78,34 @@ def run(
 
     from ..control.kept_plans import plans_folder
 
-    code, status, _ = recorded_run(command, budget, plans_folder(plans))
+    folder = plans_folder(plans)
+    code, status, captured = recorded_run(command, budget, folder)
     _tell(status, html, rows, code=code)
+    if captured is not None and folder is not None:
+        _choose_buckets(captured, command, budget, folder)
     raise typer.Exit(code)
+
+
+def _choose_buckets(captured: CapturedStep, command: list[str], budget_s: float, folder: Path) -> None:
+    """With STRETTO_BUCKET_MB=auto: which buckets of DDP's the next start of the command takes."""
+    from ..control.bucket_choice import asked, choose, keep
+
+    if not asked():
+        return
+    try:
+        found = choose(captured, budget_s)
+        if found is None:
+            _say("DDP's buckets: the step has none that could be changed")
+            return
+        now, best = found
+        if best.nbytes:
+            keep(folder, command, best.cap_mb)
+            gained = f"{format_us(best.plan_us)} an iteration beside {format_us(now.plan_us)}, predicted"
+            _say(f"DDP's buckets: the next start takes {best.cap_mb:g} MiB ({gained}), unless its script says a size")
+        else:
+            _say(f"DDP's buckets: none are better than these ({format_us(now.plan_us)} an iteration, predicted)")
+    except StrettoError as error:  # the exit code is the job's
+        _say(f"DDP's buckets: {error}")
 
 
 def recorded_run(
@@ -100,7 +126,7 @@ def recorded_run(
         said: list[Status] = []
         try:
             _say(f"stretto status --address {own.address} --token-file {own.token_path}")
-            code = _run(command, own.address, own.token_path, _job_name(command))
+            code = _run(command, own.address, own.token_path, _job_name(command), _buckets(command, plans))
         finally:
             said = own.close()
         return code, _last_status(said), own.captured()
@@ -119,15 +145,27 @@ def _job_name(command: list[str]) -> str:
     return os.environ.get("STRETTO_JOB", "") or f"{Path(command[0]).name[:60]}-{secrets.token_hex(3)}"
 
 
-def _run(command: list[str], address: str, token_path: Path, name: str) -> int:
+def _buckets(command: list[str], plans: Path | None) -> dict[str, str]:
+    """With STRETTO_BUCKET_MB=auto: what an earlier start of the command has found out."""
+    from ..control.bucket_choice import asked, kept_size
+    from ..control.bucket_size import OPTION
+
+    return {OPTION: kept_size(plans, command)} if asked() else {}
+
+
+def _run(command: list[str], address: str, token_path: Path, name: str, more: dict[str, str] | None = None) -> int:
     """The job, with everything it needs to find us; signals that end us end it first."""
     path = [str(inject_folder()), *filter(None, [os.environ.get("PYTHONPATH", "")])]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(path),
-        "STRETTO_CONTROLLER": address,
-        "STRETTO_TOKEN_FILE": str(token_path),
-        "STRETTO_JOB": name,
-    }
+    environment = (
+        os.environ
+        | (more or {})
+        | {
+            "PYTHONPATH": os.pathsep.join(path),
+            "STRETTO_CONTROLLER": address,
+            "STRETTO_TOKEN_FILE": str(token_path),
+            "STRETTO_JOB": name,
+        }
+    )
     try:
         process = subprocess.Popen(command, env=environment)
     except FileNotFoundError:

@@ -172,7 +172,7 @@ class Autopilot:
         self._pace = GpuPace(OWN_BACKEND.asked == NCCL)
         self._hook = register_optimizer_step_post_hook(self._stepped)
         self._forwards = 0
-        self._undo = [apply(DDP_FORWARD, self._watched_forward), set_bucket_size()]
+        self._undo = [apply(DDP_FORWARD, self._watched_forward), set_bucket_size(store, self.rank)]
         CURRENT.pilot = self._said
 
     @classmethod

@@ -13,29 +13,38 @@ from typing import Any
 from ..errors import InvalidInput
 from ..runtime.torch_backend.patches import DDP_INIT, Undo, apply
 
-OPTION = "STRETTO_BUCKET_MB"
+OPTION, AUTO = "STRETTO_BUCKET_MB", "auto"
 PARAMETERS = ("bucket_cap_mb", "bucket_cap_mb_list")
 """By which a script asks for a size; older versions of PyTorch have only the first."""
 
 
-def set_bucket_size() -> Undo | None:
+def set_bucket_size(store: Any = None, rank: int = 0) -> Undo | None:
     """Give models that DDP wraps from here on buckets of STRETTO_BUCKET_MB, unless their script says a size.
 
+    Args:
+        store: Where ranks find what rank 0 was told: buckets that differ between ranks would never be summed. None:
+            this process alone counts.
+        rank: This rank.
+
     Returns:
-        What ends it; None where the variable is not set.
+        What ends it; None where the variable is not set, or leaves the choice to `stretto run`, which has made none.
 
     Raises:
-        InvalidInput: The variable is no positive number.
+        InvalidInput: The variable is neither a positive number nor auto.
     """
     said = os.environ.get(OPTION, "")
-    if not said:
+    if store is not None:
+        if rank == 0:
+            store.set("bucket_mb", said)
+        said = store.get("bucket_mb").decode()
+    if not said or said.strip().lower() == AUTO:
         return None
     try:
         size = float(said)
     except ValueError:
         size = 0.0
     if not 0 < size < math.inf:
-        raise InvalidInput(f"{OPTION}: must be a number of MiB > 0, not {said[:40]!r}")
+        raise InvalidInput(f"{OPTION}: must be a number of MiB > 0 or auto, not {said[:40]!r}")
 
     def wrap(usual: Callable[..., None]) -> Callable[..., None]:
         known = inspect.signature(usual)

@@ -78,16 +78,22 @@ class Planning(Protocol):
         """End the planner: its plan is not wanted any more."""
 
 
-def answer(ask: PlanRequest) -> PlanReply:
-    """Plan in this process, and return the answer."""
+def costs_of(captured: CapturedStep, factors: dict[str, float]) -> CostModel:
+    """What motifs of a captured step cost: by the backend's own times where plans run above it, else simulated."""
     from ..planner.costs.costs import simulated_costs
 
+    _, cluster = decode_captured(captured)
+    if not captured.own_times:
+        return RefinedCosts(simulated_costs(cluster), factors, captured.motif_us)
+    # Measured times have what every call costs in them.
+    own_us = MOTIF_US if captured.own_times[0].library == NCCL else 0.0
+    return RefinedCosts(OwnCosts(cluster, captured.own_times), factors, own_us)
+
+
+def answer(ask: PlanRequest) -> PlanReply:
+    """Plan in this process, and return the answer."""
     workload, cluster = decode_captured(ask.captured)
-    costs: CostModel = RefinedCosts(simulated_costs(cluster), ask.factors, ask.captured.motif_us)
-    if ask.captured.own_times:
-        # Measured times have what every call costs in them.
-        own_us = MOTIF_US if ask.captured.own_times[0].library == NCCL else 0.0
-        costs = RefinedCosts(OwnCosts(cluster, ask.captured.own_times), ask.factors, own_us)
+    costs = costs_of(ask.captured, ask.factors)
     made = api.plan(workload, cluster, budget_s=ask.budget_s, seed=ask.seed, costs=costs)
     plan = to_plan(PLAIN, made.plain, made.problem, cluster) if ask.plain else made.plan
     current_us = 0.0

@@ -14,9 +14,10 @@ from importlib import import_module
 from typing import Any
 
 from ...process_state import STATE, ProcessPart
-from .patches import COMPILE, apply
+from .patches import COMPILE, DDP_PARTS, apply
 
 LOADED, COUNTED = "torch._dynamo.trace_rules", "torch._dynamo.utils"
+FLAG = "fakify_first_call"
 
 
 class DynamoWatch(ProcessPart):
@@ -60,3 +61,27 @@ def _tell() -> None:
         _WATCH.told = True
         trace_rules: Any = import_module(LOADED)
         trace_rules.add(__name__.partition(".")[0])
+        apply(DDP_PARTS, _flag_held)
+
+
+def _flag_held(compile_part: Callable[..., Any]) -> Callable[..., Any]:
+    """While PyTorch compiles a part of a model under DDP, the flag that asks for a first call on fake tensors holds.
+
+    A guard sets it for each part and unsets it when it dies; what keeps a frame alive, as an exception does, lets it
+    die while the next part is compiled. That part then runs on tensors without memory ("Cannot access data pointer").
+    """
+
+    @functools.wraps(compile_part)
+    def compile_submod(*args: Any, **more: Any) -> Any:
+        guards: Any = import_module("torch._guards")
+        context = guards.TracingContext.try_get()
+        if context is None or type(context) is not guards.TracingContext or not hasattr(context, FLAG):
+            return compile_part(*args, **more)
+        always = property(lambda _: True, lambda *_: None)
+        context.__class__ = type("FlagHeld", (guards.TracingContext,), {FLAG: always})
+        try:
+            return compile_part(*args, **more)
+        finally:
+            context.__class__ = guards.TracingContext
+
+    return compile_submod

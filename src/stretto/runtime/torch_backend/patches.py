@@ -89,6 +89,11 @@ COMPILE = Patch(
     name="compile",
     why="`stretto run` tells Inductor what collectives cost once a job compiles, and loads it for no other job",
 )
+DDP_PARTS = Patch(
+    owners=("torch._dynamo.backends.distributed:SubmodCompiler",),
+    name="compile_submod",
+    why="a model under DDP is compiled in parts, and a guard of one part that dies late takes the flag of the next",
+)
 EVENT_RECORD = Patch(
     owners=("torch.cuda.streams:Event",),
     name="record",
@@ -112,7 +117,7 @@ FSDP_ALL_GATHER = Patch(
 )
 PATCHES = (
     INIT_PROCESS_GROUP, DESTROY_PROCESS_GROUP, DDP_FORWARD, DDP_INIT, RUN_BACKWARD, FUTURE_WAIT, FUTURE_THEN, BATCH_P2P,
-    COMPILE, EVENT_RECORD, EVENT_WAIT, DDP_REDUCER, FSDP_ALL_GATHER,
+    COMPILE, DDP_PARTS, EVENT_RECORD, EVENT_WAIT, DDP_REDUCER, FSDP_ALL_GATHER,
 )  # fmt: skip
 
 
