@@ -427,8 +427,8 @@ DEV void run_step(const Params& P, Shared& sh, const int* stream, const int* ste
   const int stride = 2 + 2 * (sources + targets), n = step[S_SHAPE] >> 16 & FINISH ? ranks : 0;
   const int* words = stream + step[S_AT];
   // Small items share the block: as few threads each as have work, but whole warps.
-  u32 threads = THREADS, unit = packets ? 8 : 16;
-  const u32 each = (item_of<E>(P, words, round).count * (u32)sizeof(E) + unit - 1) / unit;
+  u32 threads = THREADS, each = (item_of<E>(P, words, round).count * (u32)sizeof(E) + 7) / 8;
+  if (!packets) each = (each + 1) / 2;
   ROLLED while (threads > (1u << WARP_BITS) && threads / 2 >= each && (int)(THREADS / threads) < items) threads /= 2;
   const u32 thread = THREAD % threads;
   ROLLED for (int i = THREAD / threads; i < items; i += THREADS / threads) {
