@@ -5,11 +5,15 @@ All ranks share the GPU, under NVIDIA's MPS, which must run; every "link" is tha
 inside one run say something. Times are medians over replays of a CUDA graph (NCCL: of plain calls, over sockets), with
 the spread of our better one: through slots, or in place in symmetric memory. `over_bound` is the distance to moving the
 bytes at the rate of a plain copy by all ranks at once. MSCCL++ runs where it is installed and `--mscclpp` names plans
-of it; its best one counts. Below the table: memory that is held, 256 MiB beside copies, and what a step costs.
+of it; its best one counts. Where it is not installed, `--mscclpp-times` takes them from an earlier run on the same kind
+of machine (`mscclpp_beside.py`, which times in the same way).
+
+Below the table: memory that is held, 256 MiB beside copies, and what a step costs.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import socket
@@ -75,6 +79,18 @@ def least_bytes(kind: str, nbytes: int, ranks: int) -> int:
     return (reads + writes) * nbytes
 
 
+def earlier_times(path: str) -> dict[tuple[str, int, int], list[float]]:
+    """MSCCL++'s best median, least and most by collective, ranks and bytes, as `mscclpp_beside.py` wrote them."""
+    best: dict[tuple[str, int, int], list[float]] = {}
+    with Path(path).open() as file:
+        for row in csv.DictReader(file):
+            if row["system"] == "mscclpp":
+                key = (row["collective"], int(row["ranks"]), int(row["nbytes"]))
+                times = [float(row[name]) for name in ("median_us", "least_us", "most_us")]
+                best[key] = min(best.get(key, times), times)
+    return best
+
+
 def table_row(found: dict[str, Any]) -> Row:
     """One row of the table: a column for each system."""
     kind, nbytes, ranks = found["collective"], found["nbytes"], found["ranks"]
@@ -103,6 +119,7 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=SIZES[-1], help="the largest size in bytes")
     parser.add_argument("--no-nccl", action="store_true", help="leave NCCL out: it takes most of the time")
     parser.add_argument("--mscclpp", default="", help="a folder with plans of MSCCL++ (NAME_RANKS.json) to run beside")
+    parser.add_argument("--mscclpp-times", default="", help="times of MSCCL++ in an earlier run, where it is not run")
     parser.add_argument("--no-parts", action="store_true", help="leave out 256 MiB beside copies, and costs of steps")
     parser.add_argument("--limit", type=int, default=600, help="seconds for all")
     parser.add_argument("--rows-limit", type=float, help="seconds of each job after which it begins no row any more")
@@ -127,6 +144,11 @@ def main() -> None:
         # They start together, which takes longest, and time one after the other.
         with ThreadPoolExecutor(len(numbers)) as pool:
             found = [row for rows in pool.map(lambda ranks: run_ranks(ranks, asked), numbers) for row in rows]
+    earlier = earlier_times(args.mscclpp_times) if args.mscclpp_times else {}
+    for row in found:
+        times = earlier.get((row["collective"], row["ranks"], row["nbytes"]))
+        if times and not any(system.startswith("mscclpp ") for system in row):
+            row["mscclpp"] = times
     rows = [table_row(row) for row in found]
     finish(rows, args, title="collectives on GPU memory, us")
 

@@ -108,7 +108,9 @@ class RankBench:
             found["nccl"] = lambda: dist.all_reduce(whole, group=self.nccl)
         elif kind == "all_gather":
             found["stretto"] = lambda: dist.all_gather_into_tensor(whole, shard)
-            found["in place"] = lambda: dist.all_gather_into_tensor(large, small)
+            # As NCCL and MSCCL++ mean it: the input is this rank's part of the output.
+            mine = large.chunk(n)[self.rank]
+            found["in place"] = lambda: dist.all_gather_into_tensor(large, mine)
             part = self.shared(nbytes // n)
             found["copy engine"] = lambda: ops._low_contention_all_gather(part, self.name)
             found["nccl"] = lambda: dist.all_gather_into_tensor(whole, shard, group=self.nccl)
@@ -147,7 +149,8 @@ class RankBench:
             # Not in graphs: NCCL's proxies on sockets are driven by the host, and PyTorch's copies use streams that
             # it does not join in a graph.
             return time_calls(run, self.meet, calls=2 if few else 5, rounds=3 if few else 5)
-        return time_graph(run, self.meet, calls=4 if few else 20, rounds=self.asked["rounds"])
+        calls = 6 if few else 100 if nbytes < 1 << 20 else 40
+        return time_graph(run, self.meet, calls=calls, rounds=self.asked["rounds"])
 
     def copy_us(self, nbytes: int) -> float:
         """How long all ranks take together to copy so many bytes each, inside their memory."""

@@ -74,7 +74,7 @@ void maybe() {
 #define CALLED static
 #define UNROLL
 #define ROLLED
-#define WARP_BITS 0
+#define WARP_BITS 1
 #define THREAD ((u32)world->now->thread)
 #define THREADS ((u32)world->threads)
 #define BLOCK ((u32)world->now->block)

@@ -47,7 +47,7 @@ def test_works_futures_and_streams_are_as_under_nccl(launch: Launch, ranks: int)
 @RANKS
 def test_symmetric_memory_is_used_in_place_and_different_places_are_a_mismatch(launch: Launch, ranks: int) -> None:
     for told in launch(ranks, "symmetric"):
-        assert told["right"] == [True] * 9
+        assert told["right"] == [True] * 12
         assert told["said"].startswith("ProgramMismatch: ") and "in memory 0+0 to 0+0" in told["said"], told
 
 

@@ -100,16 +100,15 @@ class EmulatedGpu:
             fused=fused, encoded=encoded, dtype=dtype, reduce=reduce, inputs=inputs, outputs=outputs, before=before
         )
 
-    def run(self, calls: list[EmulatedCall], *, seed: int, threads: int = 3, most: int = 50_000_000) -> None:
+    def run(self, calls: list[EmulatedCall], *, seed: int, threads: int = 4, most: int = 50_000_000) -> None:
         """Launch calls one behind the other on every rank, without waiting between ranks.
 
-        Programs with a kernel of their own have a power of two of threads, as on GPUs (those that meet at their ends at
-        least one for every rank), and all calls of a run have as many.
+        Threads are a power of two, as on GPUs, in warps of two (of programs that meet at their ends at least one for
+        every rank), and all calls of a run have as many.
         """
         if any(call.encoded.ends for call in calls):
             threads = max(threads, self.ranks)
-        if any(call.encoded.quiet or call.encoded.ends for call in calls):
-            threads = 1 << (threads - 1).bit_length()
+        threads = 1 << max(threads - 1, 1).bit_length()
         rows = []
         for call in calls:
             e = call.encoded

@@ -200,7 +200,7 @@ def streams_and_works() -> dict[str, Any]:
     dist.all_reduce(tensor.clone())
     torch.cuda.synchronize()
     dist.barrier()
-    cuda._sleep(200_000_000)
+    cuda._sleep(2_000_000_000)  # About a second: hosts that have just started are slow.
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None
     found["busy"] = not work.is_completed()
@@ -307,6 +307,9 @@ def symmetric() -> dict[str, Any]:
         dist.all_gather_into_tensor(two, one[1][:100_000])
         want = (torch.arange(count, 2 * count, device=device) % 1000)[:100_000]
         found["right"].append(bool((two.view(world, -1) == torch.stack([want + r for r in range(world)])).all()))
+        two.view(world, -1)[rank].add_(1)  # in place: the input is this rank's part of the output
+        dist.all_gather_into_tensor(two, two.view(world, -1)[rank])
+        found["right"].append(bool((two.view(world, -1) == torch.stack([want + r + 1 for r in range(world)])).all()))
         one[1].fill_(rank + 1.0)
         dist.reduce_scatter_tensor(two[:100_000], one[1])
         found["right"].append(bool((two[:100_000] == world * (world + 1) / 2).all()))

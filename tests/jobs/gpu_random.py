@@ -27,8 +27,10 @@ from stretto.programs.formats import load_program
 from stretto.programs.fused import fuse
 from stretto.programs.ir import Program
 from stretto.runtime.gpu import GpuCommunicator, GpuProgram
+from stretto.runtime.gpu.communicator import MAX_BLOCKS
 from stretto.runtime.gpu.compile import compiled
 from stretto.runtime.gpu.encode import ELEMENT_BYTES, REDUCTIONS, chunk_elements, kernel_shapes
+from stretto.runtime.torch_backend.gpu_options import gpu_options
 
 MODES: tuple[dict[str, Any], ...] = ({"protocol": "simple"}, {"symmetric": True}, {"protocol": "ll"})
 
@@ -210,7 +212,11 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     dist.init_process_group("gloo")
     assert dist.group.WORLD is not None
-    comm = GpuCommunicator(dist.group.WORLD, limit_s=10, delays=options.delays, seed=options.seed + 1)
+    # Jobs side by side on one GPU must fit together: STRETTO_GPU_BLOCKS says how many blocks each takes.
+    blocks = gpu_options().max_blocks or MAX_BLOCKS
+    comm = GpuCommunicator(
+        dist.group.WORLD, limit_s=10, max_blocks=blocks, delays=options.delays, seed=options.seed + 1
+    )
     rng = random.Random(options.seed)
     start = begun = time.time()
     pool = cases(comm, options, rng)

@@ -22,8 +22,10 @@ import torch.distributed as dist
 from stretto.algorithms import algorithm
 from stretto.programs.ir import Program
 from stretto.runtime.gpu import GpuCommunicator, GpuProgram, compile, encode
+from stretto.runtime.gpu.communicator import MAX_BLOCKS
 from stretto.runtime.gpu.compile import EndParams, GpuParams
 from stretto.runtime.probe.mscclpp_ranks import graph_times_us
+from stretto.runtime.torch_backend.gpu_options import gpu_options
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
@@ -266,7 +268,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     start = time.time()
     assert dist.group.WORLD is not None
-    comm = GpuCommunicator(dist.group.WORLD, limit_s=2 if options.what == "lost" else 10)
+    # Jobs side by side on one GPU must fit together: STRETTO_GPU_BLOCKS says how many blocks each takes.
+    blocks = gpu_options().max_blocks or MAX_BLOCKS
+    comm = GpuCommunicator(dist.group.WORLD, max_blocks=blocks, limit_s=2 if options.what == "lost" else 10)
     say("made in", round(time.time() - start, 2), "s;", comm.held_bytes, "bytes,", comm.max_blocks, "blocks")
     try:
         timed = {"time": time_all_reduce, "kinds": time_kinds, "programs": time_programs, "launches": time_launches}

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..runtime.probe.mscclpp_ranks import graph_times_us
+
 cuda: Any = torch.cuda
 """Its events and graphs have no types."""
 WARM_CALLS = 3
@@ -36,24 +38,14 @@ def time_graph(run: Callable[[], object], meet: Callable[[], object], *, calls: 
         run: Queues one call on the current stream. All ranks run the same calls.
         meet: Waits, on the host, until all ranks have come.
         calls: Calls in one graph.
-        rounds: How often the graph is replayed; before each the ranks meet.
+        rounds: How often the graph is replayed; before each the ranks meet, and make one call that is not timed.
 
     Returns:
         The time of one call.
     """
     for _ in range(WARM_CALLS):
         run()
-    cuda.synchronize()
-    meet()
-    graph = cuda.CUDAGraph()
-    with cuda.graph(graph):
-        for _ in range(calls):
-            run()
-    cuda.synchronize()
-    meet()
-    graph.replay()
-    cuda.synchronize()
-    return GpuTime.of([_once(graph.replay, meet) / calls for _ in range(rounds)])
+    return GpuTime.of(graph_times_us(run, calls, meet=meet, tries=rounds))
 
 
 def time_calls(run: Callable[[], object], meet: Callable[[], object], *, calls: int = 5, rounds: int = 5) -> GpuTime:

@@ -19,7 +19,7 @@ H_STEPS, H_PENDING, H_READY, H_TELL_READY, H_DONE, H_TELL_DONE = 3, 5, 6, 7, 9, 
 VECTOR_BYTES = 16
 LINE_BYTES = 128
 LARGEST_GRAIN_VECTORS = 256
-THREADS, LEAST_THREADS = 512, 64
+THREADS, LEAST_THREADS, WARP = 512, 64, 32
 QUIET_RANKS, INLINE_WORDS = 8, 192
 """The ranks of programs of packets alone (`is_quiet`), and the words of a stream that comes with the launch."""
 BLOCK_VECTORS = 128
@@ -132,9 +132,22 @@ def thread_count(fused: Fused, sizes: NDArray[np.int64], element: int, blocks: i
         A multiple of 64.
     """
     unit = VECTOR_BYTES if fused.protocol == "simple" else 8
-    work = max((sum(int(sizes[item.chunk]) for item in step.items) for s in fused.steps for step in s), default=0)
-    vectors = -(-work * element // (unit * blocks))
-    return int(np.clip(1 << max(vectors - 1, 0).bit_length(), LEAST_THREADS, THREADS))
+    steps = [step for stream in fused.steps for step in stream]
+    work = max((sum(int(sizes[item.chunk]) for item in step.items) for step in steps), default=0)
+    threads = _power(-(-work * element // (unit * blocks)))
+    if fused.protocol == "ll":
+        # Every item, and of one source every target, has whole warps of its own, and so many that none goes twice.
+        for step in steps:
+            first = step.items[0]
+            parts = len(step.items) * (len(first.targets) if len(first.sources) == 1 else 1)
+            each = -(-max(int(sizes[item.chunk]) for item in step.items) * element // (unit * blocks))
+            threads = max(threads, _power(max(each, WARP)) * _power(parts))
+    return int(np.clip(threads, LEAST_THREADS, THREADS))
+
+
+def _power(number: int) -> int:
+    """The least power of two that is not below."""
+    return 1 << max(number - 1, 0).bit_length()
 
 
 def encode(

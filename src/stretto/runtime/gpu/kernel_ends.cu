@@ -43,7 +43,7 @@ template <class E, int OP> DEV void end_step(const EndParams& P, const int* step
   const int stride = 2 + 2 * (sources + targets), n = shape >> 16 & FINISH ? P.ranks : 0;
   const int* words = P.stream + step[S_AT];
   u32 bits = 31 - leading_zeros(THREADS);
-  const u32 each = words[1] * (u32)sizeof(E) / 16 + 1;
+  const u32 each = (words[1] * (u32)sizeof(E) + 15) / 16;
   ROLLED for (u32 other = 1; bits > WARP_BITS && (1u << (bits - 1)) >= each && other < (u32)items; other *= 2) bits--;
   ROLLED for (u32 i = THREAD >> bits; i < (u32)items; i += THREADS >> bits) {
     const Item item = item_of<E>(P, words + i * stride, 0);

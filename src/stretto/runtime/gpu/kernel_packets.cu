@@ -45,7 +45,7 @@ template <class E> DEV uint4 load_data(const char* from, long long left) {
   return q;
 }
 template <class E, int OP, int N>
-DEV void quiet_item(const PacketParams& P, const int* at, u32 low, u32 elements, int targets, u32 thread, u32 threads, u64 area, u32 epoch, int n, int step) {
+DEV void quiet_item(const PacketParams& P, const int* at, u32 low, u32 elements, int target, int end, u32 thread, u32 threads, u64 area, u32 epoch, int n, int step) {
   const long long bytes = (long long)elements * sizeof(E);
   const u32 count = bytes ? (u32)((bytes + 7) / 8) : 1;  // An empty slice is one packet too: whoever reads it has heard of us.
   ROLLED for (u32 i = thread; i < count; i += threads) {
@@ -68,7 +68,7 @@ DEV void quiet_item(const PacketParams& P, const int* at, u32 low, u32 elements,
     }
     if (N != 1) v = end_sum<E, OP, 8>(sum, n);
     const uint4 packet = {v.w[0], epoch, v.w[1], epoch};
-    ROLLED for (int t = 0; t < targets; t++) {
+    ROLLED for (int t = target; t < end; t++) {
       const int* operand = at + 2 * (N + t);
       char* to = packet_address<E>(P, area, operand, low);
       if ((operand[0] >> 5) == PACKET) {
@@ -83,9 +83,9 @@ DEV void quiet_item(const PacketParams& P, const int* at, u32 low, u32 elements,
   }
 }
 template <class E, int OP, int N>
-DEV void quiet_if(const PacketParams& P, const int* at, u32 low, u32 elements, int sources, int targets, u32 thread, u32 threads, u64 area, u32 epoch, int n, int step) {
+DEV void quiet_if(const PacketParams& P, const int* at, u32 low, u32 elements, int sources, int target, int end, u32 thread, u32 threads, u64 area, u32 epoch, int n, int step) {
   if ((STRETTO_SHAPES & QUIET) && (STRETTO_SHAPES >> (N - 1) & 1) && sources == N)
-    quiet_item<E, OP, N>(P, at, low, elements, targets, thread, threads, area, epoch, n, step);
+    quiet_item<E, OP, N>(P, at, low, elements, target, end, thread, threads, area, epoch, n, step);
 }
 template <class E, int OP> DEV void quiet_step(const PacketParams& P, const int* step, int number, int round, u64 area, u32 epoch) {
   const int shape = step[S_SHAPE], sources = shape & 255, targets = shape >> 8 & 255, items = step[S_ITEMS];
@@ -94,10 +94,14 @@ template <class E, int OP> DEV void quiet_step(const PacketParams& P, const int*
   const u32 room = P.slot_bytes / sizeof(E);
   // THREADS is a power of two, and so are the threads of an item: whole warps.
   u32 bits = 31 - leading_zeros(THREADS);
-  const u32 each = words[1] * (u32)sizeof(E) / 8 + 1;
-  ROLLED for (u32 other = 1; bits > WARP_BITS && (1u << (bits - 1)) >= each && other < (u32)items; other *= 2) bits--;
-  ROLLED for (u32 i = THREAD >> bits; i < (u32)items; i += THREADS >> bits) {
-    const int* at = words + i * stride;
+  const u32 each = (words[1] * (u32)sizeof(E) + 7) / 8;
+  // Of one source every target has threads of its own: a rank's first store to another one takes long to find its memory.
+  const u32 parts = sources == 1 ? targets : 1, units = items * parts;
+  ROLLED for (u32 other = 1; bits > WARP_BITS && (1u << (bits - 1)) >= each && other < units; other *= 2) bits--;
+  ROLLED for (u32 i = THREAD >> bits; i < units; i += THREADS >> bits) {
+    const u32 item = i / parts;
+    const int target = (int)(i - item * parts), end = parts > 1 ? target + 1 : targets;
+    const int* at = words + item * stride;
     const u32 elements = at[0], per = at[1];
     u32 low = per * BLOCK, high = low + per;
     if (high > elements) high = elements;
@@ -105,14 +109,14 @@ template <class E, int OP> DEV void quiet_step(const PacketParams& P, const int*
     u32 left = high > low ? high - low : 0;
     if (left > room) left = room;
     const u32 thread = THREAD & ((1u << bits) - 1), threads = 1u << bits;
-    quiet_if<E, OP, 1>(P, at + 2, low, left, sources, targets, thread, threads, area, epoch, n, number);
-    quiet_if<E, OP, 2>(P, at + 2, low, left, sources, targets, thread, threads, area, epoch, n, number);
-    quiet_if<E, OP, 3>(P, at + 2, low, left, sources, targets, thread, threads, area, epoch, n, number);
-    quiet_if<E, OP, 4>(P, at + 2, low, left, sources, targets, thread, threads, area, epoch, n, number);
-    quiet_if<E, OP, 5>(P, at + 2, low, left, sources, targets, thread, threads, area, epoch, n, number);
-    quiet_if<E, OP, 6>(P, at + 2, low, left, sources, targets, thread, threads, area, epoch, n, number);
-    quiet_if<E, OP, 7>(P, at + 2, low, left, sources, targets, thread, threads, area, epoch, n, number);
-    quiet_if<E, OP, 8>(P, at + 2, low, left, sources, targets, thread, threads, area, epoch, n, number);
+    quiet_if<E, OP, 1>(P, at + 2, low, left, sources, target, end, thread, threads, area, epoch, n, number);
+    quiet_if<E, OP, 2>(P, at + 2, low, left, sources, target, end, thread, threads, area, epoch, n, number);
+    quiet_if<E, OP, 3>(P, at + 2, low, left, sources, target, end, thread, threads, area, epoch, n, number);
+    quiet_if<E, OP, 4>(P, at + 2, low, left, sources, target, end, thread, threads, area, epoch, n, number);
+    quiet_if<E, OP, 5>(P, at + 2, low, left, sources, target, end, thread, threads, area, epoch, n, number);
+    quiet_if<E, OP, 6>(P, at + 2, low, left, sources, target, end, thread, threads, area, epoch, n, number);
+    quiet_if<E, OP, 7>(P, at + 2, low, left, sources, target, end, thread, threads, area, epoch, n, number);
+    quiet_if<E, OP, 8>(P, at + 2, low, left, sources, target, end, thread, threads, area, epoch, n, number);
   }
 }
 // A program before this one may have left slots that others still read: all that was sent so far must have come.

@@ -158,20 +158,25 @@ class MscclppRanks:
         return slowest(graph_times_us(lambda: self.launch(plan, given, made), launches))
 
 
-def graph_times_us(run: Callable[[], None], launches: int) -> list[float]:
+def graph_times_us(
+    run: Callable[[], object], launches: int, *, meet: Callable[[], object] = dist.barrier, tries: int = TRIES
+) -> list[float]:
     """The time of one of many launches in a CUDA graph, in several tries.
 
-    The GPU is kept busy while a try is queued, and a launch before it lets all ranks begin together.
+    The GPU is kept busy while a try is queued, and a launch before it lets all ranks begin together: hosts come apart
+    by more than a small call takes.
 
     Args:
         run: Launches a collective once.
         launches: How many are timed together.
+        meet: Waits, on the host, until all ranks have come.
+        tries: How often.
 
     Returns:
         The times of this rank.
     """
     torch.cuda.synchronize()
-    dist.barrier()
+    meet()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(launches):
@@ -179,8 +184,8 @@ def graph_times_us(run: Callable[[], None], launches: int) -> list[float]:
     graph.replay()
     torch.cuda.synchronize()
     times = []
-    for _ in range(TRIES):
-        dist.barrier()
+    for _ in range(tries):
+        meet()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda._sleep(QUEUED_CYCLES)  # type: ignore[no-untyped-call]
         run()
