@@ -20,7 +20,6 @@ from stretto.synthesis.routing_search import search
 from stretto.synthesis.sketch import Sketch
 from stretto.synthesis.three_stage import _Judge, solve
 
-
 NBYTES = 24e3
 
 
