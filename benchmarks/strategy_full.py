@@ -8,7 +8,8 @@ times for a T4 (a roofline, not a measurement), so that processors do nothing bu
 parameter has the sum that all ranks' gradients give (`exact`).
 
 `ratio` is the time of DDP's buckets (`all_reduce`) over a system's; `predicted_us` is `simulate_strategy` on the lab's
-links and `error` how far the measured time is from it; `bound_us` what the busiest link or the compute takes at least.
+links and `error` how far the measured time is from it; `bound_us` what the busiest link or the compute takes at least;
+`peak_mb` the most memory that a training rank has had so far, in the order of the rows.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from stretto.strategy import build, simulate_strategy, zoo
 RANK = Path(__file__).with_name("strategy_full_rank.py")
 MODELS = ("vgg16", "resnet101", "bert_12l", "ncf_dense")
 TRAINS, SERVES = 4, 2
-RATE = "1gbit"
+RATE = "400mbit"
 STEPS = 2
 SYSTEMS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "all_reduce": ("all_reduce", TRAINS, {}),
@@ -87,7 +88,7 @@ def case(quick: bool, name: str) -> list[Row]:
             "case": f"{name}, {millions:.0f} M parameters", "system": system, "exact": line["exact"], "step_us": took,
             "deviation": pstdev(line["times_us"]) / took, "ratio": base / took, "predicted_us": guess * share,
             "error": took / (guess * share) - 1, "bound_us": bound * share, "over_bound": took / (bound * share) - 1,
-            "cpu": line["cpu"], "machine_cpu": line["machine_cpu"],
+            "cpu": line["cpu"], "machine_cpu": line["machine_cpu"], "peak_mb": line["peak_mb"],
         })  # fmt: skip
     return rows
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import time
 from datetime import timedelta
@@ -88,8 +89,10 @@ def run(case: dict[str, Any], job: dict[str, Any], trainers: Any) -> None:
     exact = all(bool((p == right).all()) for p in model.parameters())
     found = measure(step, case["steps"], group=trainers)
     made.close()
+    peak = torch.tensor([float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)])
+    dist.all_reduce(peak, dist.ReduceOp.MAX, group=trainers)
     if rank == 0:
-        print(json.dumps({"system": job["name"], "exact": exact, **found}), flush=True)
+        print(json.dumps({"system": job["name"], "exact": exact, "peak_mb": float(peak) / 1e3, **found}), flush=True)
 
 
 def main() -> None:

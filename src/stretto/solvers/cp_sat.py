@@ -34,7 +34,8 @@ def minimize(task: dict[str, Any], *, limit_s: float) -> tuple[str, list[int] | 
     The status is ``optimal``, ``feasible``, ``infeasible`` or ``unknown``; the last two have no values.
 
     The task has integer `lower`, `upper`, `cost` per column, `rows` of (lower or null, upper or null, columns,
-    factors), `hint` (values or null), `gap` and `seed`.
+    factors), `hint` (values or null), `gap` and `seed`. It may have `disjoint`, lists of (column, size) whose intervals
+    from the column's value on must not overlap, and `workers`, the threads of the solver (1 unless given).
     """
     with Child([sys.executable, cp_sat_child.__file__], stdin=PIPE, stdout=PIPE) as child:
         answer = child.ask(json.dumps({**task, "limit_s": limit_s}).encode(), limit_s=limit_s + START_S)

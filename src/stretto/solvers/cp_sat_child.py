@@ -22,11 +22,13 @@ def _child() -> None:
             model.add(total >= lower)
         if upper is not None:
             model.add(total <= upper)
+    for sends in task.get("disjoint", ()):
+        model.add_no_overlap([model.new_fixed_size_interval_var(x[column], size, "") for column, size in sends])
     model.minimize(cp_model.LinearExpr.weighted_sum(x, task["cost"]))
     for variable, value in zip(x, task["hint"] or [], strict=False):
         model.add_hint(variable, value)
     solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
+    solver.parameters.num_workers = task.get("workers", 1)
     solver.parameters.random_seed = task["seed"] % (1 << 31)
     solver.parameters.max_time_in_seconds = task["limit_s"]
     solver.parameters.relative_gap_limit = task["gap"]

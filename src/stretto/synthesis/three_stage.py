@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +17,10 @@ from ..errors import Infeasible, InvalidInput
 from ..moved import old_name
 from ..programs import Program
 from ..simulator import simulate
+from ..simulator.network import default_contention
 from ..units import check_seed
 from .contiguity import MessageSchedule, merge
+from .exact_schedule import exact_schedule, schedule_bound_us
 from .logical import LogicalTopology, default_sketch
 from .ordering import VARIANTS, SendTasks, justify, priorities, schedule
 from .refine import CLOSE, improve, paced
@@ -31,6 +34,8 @@ Progress = Callable[[str, float], None]
 MAX_TRANSFERS = 1 << 18
 LARGE = 1500
 """The number of binaries from which routing gets most of the time, because a longer search of orders gains little."""
+EXACT_SHARE = 0.5
+"""The share of what is left that CP-SAT gets to schedule one routing."""
 POLICY_WORTH = 0.97
 """The factor by which a routing of the quick search must be faster to be tried where the sketch has a policy."""
 
@@ -77,20 +82,75 @@ def synthesize(
     >>> simulate(program, ring, nbytes=4e6).total_us
     2000.0
     """
+    return solve(
+        collective, cluster, nbytes=nbytes, budget_s=budget_s, seed=seed, progress=progress, sketch=sketch, alpha=alpha,
+        solver=solver, solutions=solutions, detour=detour,
+    ).program  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SketchResult:
+    """A program that keeps to a sketch, its simulated time, and a bound on all schedules of its routing."""
+
+    program: Program
+    time_us: float
+    schedule_bound_us: float
+    """No order of the program's sends, merged or not, is faster; 0 where links are shared, so that none was proved."""
+
+    @property
+    def schedule_gap(self) -> float:
+        """The most by which the time may exceed that of the best schedule of the routing, as a share of the bound."""
+        return max(0.0, self.time_us / self.schedule_bound_us - 1) if self.schedule_bound_us > 0 else math.inf
+
+
+def solve(
+    collective: Collective,
+    cluster: Cluster,
+    *,
+    nbytes: float | None = None,
+    budget_s: float = 30.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+    sketch: Sketch | None = None,
+    alpha: str = "pipelined",
+    solver: str = "highs",
+    solutions: int = 3,
+    detour: float = 0.5,
+) -> SketchResult:
+    """The fastest program found that keeps to the sketch, with how near its schedule is to the best of its routing.
+
+    Args:
+        collective: As for `synthesize`, like all that follows.
+        cluster: The cluster.
+        nbytes: The size in bytes, > 0.
+        budget_s: The seconds to search.
+        seed: The seed of all stages.
+        progress: Called with a line of text and the fraction done, 0..1.
+        sketch: The sketch.
+        alpha: "pipelined" or "blocking".
+        solver: "highs" or "cpsat".
+        solutions: How many routings to look for, >= 1.
+        detour: The share by which paths may be longer than the shortest, >= 0.
+
+    Returns:
+        The verified program and its bound.
+
+    Raises:
+        Infeasible: The collective combines chunks, the sketch leaves no routing, or the problem is too large.
+        InvalidInput: The sketch does not fit the cluster, or there is no size.
+    """
     check_seed(seed)
-    began = time.monotonic()
+    clock = _Clock(budget_s)
     tell = progress or (lambda message, fraction: None)
     chosen = default_sketch(cluster, collective) if sketch is None else sketch
     fine = refined(collective, math.lcm(collective.chunks, chosen.input_chunkup) // collective.chunks)
     size = bytes_of(chosen, fine) if nbytes is None else nbytes
     logical = LogicalTopology.of(chosen, cluster, fine)
     problem = RoutingProblem.of(logical, nbytes=size, alpha=alpha, detour=detour)
-    name = f"three_stage({chosen.name}, chunks={fine.chunks})"
-    judge = _Judge(problem, name, size, alpha)
-    share = 0.55 if problem.num_orbits > LARGE else 0.4
+    judge = _Judge(problem, f"three_stage({chosen.name}, chunks={fine.chunks})", size, alpha)
     routings = route(
         problem,
-        limit_s=budget_s * share,
+        limit_s=budget_s * (0.55 if problem.num_orbits > LARGE else 0.4),
         seed=seed,
         solver=solver,
         solutions=solutions,
@@ -101,6 +161,44 @@ def synthesize(
         raise Infeasible(f"sketch {chosen.name}: no routing was found in {budget_s:g} s; allow more time or more links")
     bound = max(r.bound_us for r in routings)
     policies = logical.has_policies or chosen.own_first
+    _order(judge, routings, clock, tell)
+    if judge.best_us > bound * CLOSE and clock.left_s > 0 and not policies:
+        exact = on_grid(
+            problem, bound_us=bound, best_us=judge.best_us, limit_s=clock.left_s / 3, seed=seed, solver=solver
+        )
+        if exact is not None:
+            judge.see(exact)
+            tell(f"exact on a grid: {judge.best_us:.6g} us", 0.7)
+    if judge.best_us > bound * CLOSE and not chosen.own_first:
+        _schedule_exactly(judge, routings, clock, seed, tell)
+    if judge.best_us > bound * CLOSE and clock.left_s > 0:
+        share = 0.4 if problem.blocking and logical.hops.alpha_us.any() else 0.9
+        others = [r for r in routings if r.by != "search"] if policies else routings
+        improve(judge, judge.plan, others, limit_s=clock.left_s * share, seed=seed, bound_us=bound)
+        tell(f"search: {judge.best_us:.6g} us", 0.8)
+    if problem.blocking and clock.left_s > 0:
+        merge(judge.plan, judge.see, limit_s=clock.left_s * 0.9, seed=seed, solver=solver)
+        tell(f"contiguity: {judge.best_us:.6g} us", 1.0)
+    return judge.result()
+
+
+class _Clock:
+    """The budget of a search and what is left of it."""
+
+    def __init__(self, budget_s: float) -> None:
+        self.budget_s, self.began = budget_s, time.monotonic()
+
+    @property
+    def left_s(self) -> float:
+        """The seconds left; negative once the budget is overrun."""
+        return self.began + self.budget_s - time.monotonic()
+
+
+def _order(judge: _Judge, routings: Sequence[Routing], clock: _Clock, tell: Progress) -> None:
+    """Show the judge every routing in the orders of all rules, until three quarters of the time are spent."""
+    problem = judge.problem
+    fixed = problem.logical.sketch.own_first
+    policies = problem.logical.has_policies or fixed
     rated = _rated(problem)
     for at, routing in enumerate(routings):
         if policies and routing.by == "search" and rated(routing) > POLICY_WORTH * judge.best_us:
@@ -111,31 +209,32 @@ def synthesize(
         for variant in VARIANTS:
             plan = schedule(tasks, priorities(tasks, variant))
             judge.see(MessageSchedule.single(tasks, plan))
-            if not chosen.own_first:
+            if not fixed:
                 judge.see(MessageSchedule.single(tasks, justify(tasks, plan)))
-            if time.monotonic() - began > budget_s * 0.75:
+            if clock.left_s < clock.budget_s / 4:
                 break
         tell(f"ordering {at}: {judge.best_us:.6g} us", 0.4 + 0.2 * (at + 1) / len(routings))
-        if time.monotonic() - began > budget_s * 0.75:
+        if clock.left_s < clock.budget_s / 4:
             break
-    left = budget_s - (time.monotonic() - began)
-    if judge.best_us > bound * CLOSE and left > 0 and not policies:
-        exact = on_grid(problem, bound_us=bound, best_us=judge.best_us, limit_s=left / 3, seed=seed, solver=solver)
-        if exact is not None:
-            judge.see(exact)
-            tell(f"exact on a grid: {judge.best_us:.6g} us", 0.7)
-    left = budget_s - (time.monotonic() - began)
-    if judge.best_us > bound * CLOSE and left > 0:
-        share = 0.4 if problem.blocking and logical.hops.alpha_us.any() else 0.9
-        others = [r for r in routings if r.by != "search"] if policies else routings
-        improve(judge, judge.plan, others, limit_s=left * share, seed=seed, bound_us=bound)
-        tell(f"search: {judge.best_us:.6g} us", 0.8)
-    left = budget_s - (time.monotonic() - began)
-    if problem.blocking and left > 0:
-        merge(judge.plan, judge.see, limit_s=left * 0.9, seed=seed, solver=solver)
-        tell(f"contiguity: {judge.best_us:.6g} us", 1.0)
-    judge.program.verify()
-    return judge.program
+
+
+def _schedule_exactly(judge: _Judge, routings: Sequence[Routing], clock: _Clock, seed: int, tell: Progress) -> None:
+    """Schedule the best plan's routing exactly, then other routings whose bound says that they may be faster."""
+    others = [SendTasks.of(judge.problem, r) for r in routings if r is not judge.plan.tasks.routing]
+    for tasks in [judge.plan.tasks, *others]:
+        limit_s = clock.left_s * EXACT_SHARE
+        bound_us = schedule_bound_us(tasks, merged=1)
+        if limit_s <= 0 or bound_us * CLOSE >= judge.best_us:
+            continue
+        known = (
+            judge.plan.start_us
+            if tasks is judge.plan.tasks
+            else schedule(tasks, priorities(tasks, next(iter(VARIANTS))))
+        )
+        found = exact_schedule(tasks, known, limit_s=limit_s, seed=seed)
+        if found is not None:
+            judge.see(MessageSchedule.single(tasks, found))
+        tell(f"exact scheduling: {judge.best_us:.6g} us, single sends of this routing take {bound_us:.6g} us", 0.75)
 
 
 def _rated(problem: RoutingProblem) -> Callable[[Routing], float]:
@@ -168,6 +267,13 @@ class _Judge:
         if us < self.best_us:
             self.best_us, self.plan, self.program = us, plan, program
         return us
+
+    def result(self) -> SketchResult:
+        """The best program, verified, with the bound on its schedule where links serve one message at a time."""
+        self.program.verify()
+        fifo = default_contention(self.cluster) == "fifo"
+        bound_us = schedule_bound_us(self.plan.tasks) if fifo else 0.0
+        return SketchResult(program=self.program, time_us=self.best_us, schedule_bound_us=bound_us)
 
     @property
     def cluster(self) -> Cluster:
