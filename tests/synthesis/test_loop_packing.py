@@ -8,16 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stretto import AllGather, AllReduce, Cluster
+from stretto import AllGather, AllReduce, Cluster, ReduceScatter
 from stretto.algorithms import algorithm
 from stretto.errors import InvalidInput
 from stretto.programs.formats import mscclpp_reader, mscclpp_wide
 from stretto.programs.formats.mscclpp_wide import PlanForm, widen_in
-from stretto.simulator import Runtime, lower_bound
+from stretto.simulator import Runtime
 from stretto.simulator.priced_wide import wide_time_us
 from stretto.synthesis.forest_trees import Forest
-from stretto.synthesis.loop_packing import TreeLinks, packed_forests, path_bound_ns
+from stretto.synthesis.loop_packing import TreeLinks, packed_forests
 from stretto.synthesis.loop_trees import loop_trees
+from stretto.synthesis.path_bound import path_bound
 
 NDV2 = Cluster.preset("ndv2")
 DEVICES = tuple(range(8))
@@ -36,7 +37,7 @@ def test_packed_trees_span_all_ranks_and_say_their_load(reverse: bool, height: i
     assert found.height <= height
     assert [int(found.amount[found.root == root].sum()) for root in DEVICES] == [72] * 8
     assert fullest(found) == pytest.approx(full)
-    bound = path_bound_ns(NDV2, DEVICES, reverse=reverse)
+    bound = path_bound((ReduceScatter if reverse else AllGather)(8), NDV2, 8e3).total_us
     assert bound * (1 - 1e-9) <= full <= 1.02 * bound
 
 
@@ -45,14 +46,6 @@ def test_trees_used_both_ways_load_links_both_ways() -> None:
     assert [one.reverse for one in forests] == [True, False]
     assert sum(fullest(one) for one in forests) == pytest.approx(full)
     assert all(np.array_equal(getattr(forests[0], key), getattr(forests[1], key)) for key in ("root", "src", "dst"))
-
-
-def test_no_program_of_direct_links_beats_the_bound_of_paths() -> None:
-    """Where every pair has a link of its own, the bound is what a rank takes in, as the cut says."""
-    star = Cluster.preset("dgx_a100")
-    cut_us = lower_bound(AllGather(8), star, 1e9).total_us
-    assert path_bound_ns(star, DEVICES) * 125e3 == pytest.approx(cut_us, rel=1e-3)
-    assert path_bound_ns(NDV2, DEVICES) * 125e3 >= lower_bound(AllGather(8), NDV2, 1e9).total_us
 
 
 def fullest(found: Forest) -> float:

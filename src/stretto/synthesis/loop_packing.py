@@ -161,21 +161,6 @@ def _cheapest_low(root: int, cost: Floats, levels: Ints) -> Parents:
     return tuple(parent[total.argmin()].tolist())
 
 
-def path_bound_ns(cluster: Cluster, devices: tuple[int, ...], *, reverse: bool = False) -> float:
-    """The least time in which trees bring one byte of every device to all others, by the routes of a GPU's memory.
-
-    Args:
-        cluster: The cluster.
-        devices: The devices.
-        reverse: Whether data goes against the direction of the trees.
-
-    Returns:
-        Nanoseconds for one byte of every device: no program whose messages take these routes is faster.
-    """
-    loads = TreeLinks(cluster, devices, reverse=reverse)
-    return _Rates([loads.per_share], len(devices), None).solve().ns_per_byte
-
-
 def packed_forests(
     cluster: Cluster,
     devices: tuple[int, ...],

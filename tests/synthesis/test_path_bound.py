@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bounds over the routes of GPU memory, judged by another linear program, by programs, and by what links alone allow."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from stretto import AllGather, AllReduce, AllToAll, Cluster, ReduceScatter
+from stretto.algorithms import algorithm
+from stretto.cluster.wiring import Wiring, numbered
+from stretto.errors import Infeasible
+from stretto.simulator import lower_bound, simulate
+from stretto.solvers.linear import LinearProgram
+from stretto.synthesis import forest
+from stretto.synthesis.forest_program import PACES
+from stretto.synthesis.loop_packing import TreeLinks
+from stretto.synthesis.path_bound import path_bound
+
+NDV2 = Cluster.preset("ndv2")
+
+
+def drawn_box(seed: int) -> Cluster:
+    """Four to six GPUs on two PCIe switches and two sockets, some pairs of which have one or two NVLinks."""
+    draw = random.Random(seed)
+    gpus = draw.randint(4, 6)
+    wiring = Wiring(numbered("gpu", gpus), hosts=0)
+    cpus = wiring.add(numbered("cpu", 2), kind="switch", hosts=0)
+    for a in range(gpus):
+        for b in range(a + 1, gpus):
+            if draw.random() < 0.6:
+                rate = draw.choice((20.0, 40.0))
+                wiring.duplex(a, b, gb_per_s=rate, alpha_us=0.3, channel="nvlink")
+    sockets = cpus[np.arange(gpus) * 2 // gpus]
+    wiring.duplex(np.arange(gpus), sockets, gb_per_s=draw.uniform(8, 16), alpha_us=1.0, channel="pcie")
+    wiring.duplex(cpus[0], cpus[1], gb_per_s=draw.uniform(8, 30), alpha_us=1.0, channel="pcie")
+    return wiring.cluster(f"drawn{seed}")
+
+
+class FlowProgram:
+    """The same bounds as flows, written anew: what is sent of every root's data is at least each of its flows."""
+
+    def __init__(self, cluster: Cluster, *, reverse: bool) -> None:
+        self.n = cluster.num_devices
+        self.paths = TreeLinks(cluster, tuple(range(self.n)), reverse=reverse)
+        self.model = LinearProgram()
+        self.sent: list[list[int]] = []
+        self.time = self.model.column(cost=1.0)
+
+    def tree(self, root: int, share: int | None) -> None:
+        """Flows from a root to every other rank, of one byte or of what a column says."""
+        pairs, model = self.paths.pairs, self.model
+        sent = [model.column() for _ in pairs]
+        for sink in range(self.n):
+            if sink == root:
+                continue
+            flow = [model.column() for _ in pairs]
+            for mine, all_sent in zip(flow, sent, strict=True):
+                model.row([mine, all_sent], [1.0, -1.0], upper=0.0)
+            for v in range(self.n):
+                if v == root:
+                    continue
+                at = [f for f, pair in zip(flow, pairs, strict=True) if v in pair]
+                sign = [1.0 if pair[1] == v else -1.0 for pair in pairs if v in pair]
+                if v == sink and share is not None:
+                    model.row([*at, share], [*sign, -1.0], lower=0.0, upper=0.0)
+                else:
+                    model.row(at, sign, lower=float(v == sink), upper=float(v == sink))
+        self.sent.append(sent)
+
+    def us(self, nbytes: float) -> float:
+        """The least time in which every link carries what is sent over it."""
+        for link in range(self.paths.per_share.shape[1]):
+            used = np.flatnonzero(self.paths.per_share[:, link]).tolist()
+            index = [sent[pair] for sent in self.sent for pair in used]
+            value = [float(self.paths.per_share[pair, link]) for _ in self.sent for pair in used]
+            self.model.row([*index, self.time], [*value, -1.0], upper=0.0)
+        return self.model.solve().objective * nbytes / 1e3
+
+
+def flow_us(kind: str, cluster: Cluster) -> float:
+    """The bound by flows, for 1 GB."""
+    program, n = FlowProgram(cluster, reverse=kind != "all_gather"), cluster.num_devices
+    if kind != "all_reduce":
+        for root in range(n):
+            program.tree(root, None)
+        return program.us(1e9 / n)
+    model = program.model
+    first = [model.column() for _ in range(n)]
+    model.row(first, [1.0] * n, lower=1.0, upper=1.0)
+    for root in range(n):
+        program.tree(root, first[root])
+    last = [model.column() for _ in program.paths.pairs]
+    for v in range(n):
+        into = [column for column, pair in zip(last, program.paths.pairs, strict=True) if pair[0] == v]
+        model.row([*into, first[v]], [1.0] * (len(into) + 1), lower=1.0, upper=1.0)
+    program.sent.append(last)
+    return program.us(1e9)
+
+
+MAKES = {"all_gather": AllGather, "reduce_scatter": ReduceScatter, "all_reduce": AllReduce}
+
+
+@pytest.mark.parametrize("kind", list(MAKES))
+@pytest.mark.parametrize("seed", range(6))
+def test_the_bound_is_that_of_flows_and_no_program_beats_it(seed: int, kind: str) -> None:
+    cluster = drawn_box(seed)
+    n = cluster.num_devices
+    bound = path_bound(MAKES[kind](n), cluster, 1e9)
+    assert bound.total_us == pytest.approx(flow_us(kind, cluster), rel=1e-6)
+    assert bound.total_us >= lower_bound(MAKES[kind](n), cluster, 1e9).bandwidth_us * (1 - 1e-9) or kind == "all_reduce"
+    for name in ("direct", "ring"):
+        ran = simulate(algorithm(name, kind, n), cluster, nbytes=1e9)
+        assert ran.total_us >= bound.total_us * (1 - 1e-9)
+        assert bound.weights @ ran.link_bytes[bound.links] >= bound.demand_bytes * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "socket_gb_per_s"), [("all_gather", 7.0), ("reduce_scatter", 7.0), ("all_reduce", 14.0)]
+)
+def test_ndv2_is_out_of_reach_of_plans(kind: str, socket_gb_per_s: float) -> None:
+    """By hand: four GPUs take in 4 x 130.4 GB/s of NVLink, and all that comes over PCIe crosses the sockets' 20 GB/s.
+
+    A program for free links is more than 5 % faster than that, so that no plan comes within 5 % of the links.
+    """
+    wanted = MAKES[kind](8, in_place=True)
+    paths_us = path_bound(wanted, NDV2, 1e9).total_us
+    assert paths_us == pytest.approx(socket_gb_per_s * 1e9 / (2 * (4 * 6e3 / 46 + 20)) / 1e3, rel=1e-9)
+    assert paths_us == pytest.approx(flow_us(kind, NDV2), rel=1e-6)
+    if kind == "all_gather":
+        free = forest._build(wanted, forest.forests_of(wanted, NDV2, max_k=24), 512, PACES[0])
+        free.verify()
+        assert paths_us > 1.05 * simulate(free, NDV2, nbytes=1e9).total_us
+
+
+def test_what_has_no_such_bound_is_refused() -> None:
+    with pytest.raises(Infeasible, match="not all_to_all"):
+        path_bound(AllToAll(8), NDV2, 1e9)
