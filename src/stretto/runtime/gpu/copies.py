@@ -95,7 +95,8 @@ def _tiles(copy: BoxCopy) -> np.ndarray[Any, Any]:
 
 def _rows(copy: BoxCopy) -> tuple[int, list[tuple[int, int, int]]]:
     """The bytes that lie together on both sides, and the dimensions of such rows, inner ones first."""
-    run, dims = copy.itemsize, []
+    run = copy.itemsize
+    dims: list[tuple[int, int, int]] = []
     ends = list(zip(copy.shape, copy.source_strides, copy.target_strides, strict=True))
     for extent, source, target in reversed([end for end in ends if end[0] != 1]):
         if not dims and source == target == run:
