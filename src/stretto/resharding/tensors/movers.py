@@ -175,9 +175,8 @@ class GpuMover(Mover):
 
 
 def mover_of(
-    carrier: ReshardGroup, plan: ReshardPlan, dtype: torch.dtype, op: str, *, device: str, gpu: torch.device | None,
-    pull: bool = False,
-) -> Mover:  # fmt: skip
+    carrier: ReshardGroup, plan: ReshardPlan, dtype: torch.dtype, op: str, *, device: str, gpu: torch.device | None
+) -> Mover:
     """The mover for a plan: all ranks decide alike.
 
     Args:
@@ -187,7 +186,6 @@ def mover_of(
         op: kind of the pending reduction; empty if bytes are only moved.
         device: kind of device that the buffers are on, such as "cpu".
         gpu: the GPU on whose memory a program may run; None where none may.
-        pull: whether servers copy out of the trainers' memory, where programs on GPU memory may run.
 
     Returns:
         A program on GPU memory if one may run there, else the executor if there is one, else single messages.
@@ -196,10 +194,6 @@ def mover_of(
     found: dict[str, Any] = {"carrier": carrier, "plan": plan, "dtype": kind, "op": op, "handle": None}
     if plan.program is None:
         return Mover(**found)
-    if device == "cuda" and gpu is not None and pull and not op:
-        from .pulls import pull_mover
-
-        return pull_mover(carrier, found)
     if device == "cuda" and gpu is not None:
         reduce = "sum" if op in ("", "avg") else op
         return GpuMover(**found, loaded=carrier.group.gpu.load_program(plan.program, kind, reduce, plan.nbytes))

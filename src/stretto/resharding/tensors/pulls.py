@@ -20,6 +20,7 @@ from .movers import Check, Mover
 from .packing import Part, Tensors, pack
 
 if TYPE_CHECKING:
+    from .. import ReshardPlan
     from .carrier import ReshardGroup
     from .rounds import Stream
 
@@ -105,20 +106,12 @@ class PullMover(Mover):
         found.launch(blocks)
 
 
-def pull_mover(carrier: ReshardGroup, found: dict[str, Any]) -> PullMover:
-    """The mover for a plan whose bytes servers pull.
-
-    Args:
-        carrier: the ranks that take part.
-        found: what every mover has.
-
-    Returns:
-        The mover, with a program for its meetings.
-    """
+def pull_mover(carrier: ReshardGroup, plan: ReshardPlan) -> PullMover:
+    """The mover for a plan whose bytes servers pull, with a program for its meetings."""
     size = len(carrier.ranks)
     program = algorithm("direct", "all_gather", size)
     meeting = carrier.group.gpu.load_program(program, torch.uint8, "sum", size * MEETING_BYTES)
-    return PullMover(**found, meeting=meeting)
+    return PullMover(carrier=carrier, plan=plan, handle=None, dtype=torch.uint8, op="", meeting=meeting)
 
 
 def chosen_holders(streams: Sequence[Stream]) -> list[dict[int, int]]:

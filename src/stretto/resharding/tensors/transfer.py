@@ -21,7 +21,7 @@ from .describe import PlacedTensor, dtype_of
 from .movers import Check, GpuMover, Mover, mover_of
 from .packing import Part, RoundBuffers, Tensors, finish_stream, pack, unpack
 from .pending import SourceGuard
-from .pulls import MEETING_BYTES, PullMover, chosen_holders
+from .pulls import MEETING_BYTES, PullMover, chosen_holders, pull_mover
 from .rounds import Rounds, Stream, busiest_bytes, deal, streams_of
 
 OPS = {"product": "prod"}
@@ -352,9 +352,9 @@ class Transfer:
             tasks=[stream.task() for stream in streams],
         )  # fmt: skip
         kind = self.moves[0].dst.device
-        mover = mover_of(carrier, plan, dtype, OPS.get(op, op), device=kind, gpu=self.gpu, pull=self._pull)
-        if isinstance(mover, PullMover):
-            return self._pulled(tasks, streams, mover)
+        if self._pull and plan.program is not None:
+            return self._pulled(tasks, streams, pull_mover(carrier, plan))
+        mover = mover_of(carrier, plan, dtype, OPS.get(op, op), device=kind, gpu=self.gpu)
         starts: tuple[dict[int, int], dict[int, int]] = ({}, {})
         sizes = [0, 0]
         for bundle in plan.bundles:
