@@ -29,6 +29,8 @@ from stretto.weights import model_of_size
 
 UPDATES = 4
 """Updates beside training, one behind the other."""
+BLOCKS = (32, 8, 2)
+"""The most thread blocks of a rank's copies in further updates beside training, where that can be chosen."""
 
 
 def tell(path: Path, **row: Any) -> None:
@@ -57,10 +59,13 @@ def systems(path: Path, runner: WeightRunner, names: list[str], runs: int) -> No
             path, system=name, time_ms=took, over_copy=took / copied_ms, gb_per_s=runner.nbytes / took / 1e6,
             stopped_ms=found.stopped_s * 1e3, exact=found.exact,
         )  # fmt: skip
-    for beside in ("copy", "update"):
-        found_training = runner.train(UPDATES, beside)
+    kinds: list[tuple[str, int | None]] = [("copy", None), ("update", None)]
+    kinds += [("update", blocks) for blocks in BLOCKS if sync.route == "pull"]
+    for beside, blocks in kinds:
+        found_training = runner.train(UPDATES, beside, blocks)
+        what = f"our update of {blocks} blocks" if blocks else "our update"
         tell(
-            path, system=f"training beside {'our update' if beside == 'update' else 'plain copies'}",
+            path, system=f"training beside {what if beside == 'update' else 'plain copies'}",
             time_ms=found_training.update_s * 1e3 if beside == "update" else None, step_ms=found_training.alone_s * 1e3,
             slowdown=found_training.slowdown, lost_ms=found_training.lost_s * 1e3 if beside == "update" else None,
             steps=found_training.steps,

@@ -16,7 +16,8 @@ Launch = Callable[..., list[Any]]
 def test_generated_state_dicts_and_tensors_arrive_bit_for_bit(launch: Launch, ranks: int) -> None:
     names = ["generated", "resharded", "overlapped", "churned", "deltas", "mapped"]
     for told in launch(ranks, "cuda", str(ranks), "2", *names, job=JOB):
-        assert [told[name]["wrong"] for name in names] == [[]] * 6 and told["generated"]["routes"] == ["gpu"]
+        assert [told[name]["wrong"] for name in names] == [[]] * 6
+        assert told["generated"]["routes"] in (["pull"], ["gpu"])  # On one GPU, and on several.
 
 
 def test_the_same_through_pinned_memory(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:

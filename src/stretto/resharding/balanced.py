@@ -28,8 +28,7 @@ from .rails import RailRouter, holders_alone_us, relay_shares
 GOOD_ENOUGH = 1.007
 """The multiple of the bound at which the search stops."""
 CLOSE, FEW_HOPS = 1.05, 50_000
-"""The multiple of the bound at which the search stops once so many hops are simulated; of large plans between NICs all
-that are so close with fair links, as NICs have them, count as equal, and the one with the least worst case is taken."""
+"""The multiple of the bound at which the search stops once so many hops are simulated."""
 FANS = (1, 2, 4)
 URGENCIES = ("far_first", "side_by_side")
 PACES = ("", "as it arrives", "paced")
@@ -45,8 +44,8 @@ DIGITS = 9
 LATENCY_SHARE = 0.02
 """Trees are tried where the latency of a chain is more than this share of the bound."""
 MAX_TRIED_HOPS = 180_000
-"""Limit on the hops simulated in all tries together, so that large reshardings are planned in seconds; of large plans
-only hops with fair links count, since others cost a twentieth."""
+"""Limit on the hops simulated in all tries together, so that large reshardings are planned in seconds; only hops
+with fair links count, since others cost a twentieth."""
 
 
 Stream = tuple[int, int]
@@ -63,8 +62,8 @@ class BalancedProgram:
     how: str
     worst_us: float
     """The longer of the program's times with fair and with fifo links."""
-    rank: tuple[float, float]
-    """What programs are compared by, the least first."""
+    rank: float
+    """What programs are compared by, the least first: the worst time over the bound."""
     timelines: dict[str, Timeline]
     """The program simulated, by contention, so that nobody has to do it again."""
 
@@ -117,12 +116,11 @@ def best_program(
     Returns:
         The program with the least worst-case time, and its bundles cut into chunks.
     """
-    both = ("fair",) if default_contention(cluster) == "fair" else ("fair", "fifo")
+    # Links that send one message at a time are simulated first: they cost a tenth, and often say enough.
+    both = ("fair",) if default_contention(cluster) == "fair" else ("fifo", "fair")
     best: BalancedProgram | None = None
     tried = 0
     for way in _ways(whole, hosts, bound_us):
-        if best is not None and tried > FEW_HOPS and best.worst_us <= CLOSE * bound_us:
-            return best
         router, busiest_us = _router(way, whole, hosts, bound_us)
         bundles = cut_for(whole, hosts, max(busiest_us, bound_us), relayed=bool(way.rails))
         if way.finer:
@@ -135,30 +133,69 @@ def best_program(
             out_port=hops.out_port, in_port=hops.in_port, duration_us=hops.duration_us, parent=hops.parent,
             urgency=hops.urgency(way.urgency),
         )  # fmt: skip
-        start, end = planned
-        for pace in (PACES[0], PACES[2]) if way.rails else PACES:
+        start, end = planned = just_in_time(hops, *planned)
+        for pace in (PACES[2], PACES[0]) if way.rails else PACES:
             order = np.lexsort((np.arange(len(start)), start))
             program = _program(hops, order, rank, collective)
             if pace == "paced":
                 program = paced(program, start[order], end[order])
-            lines = {how: simulate(program, cluster, nbytes=nbytes, contention=how) for how in both}
+            lines: dict[str, Timeline] = {}
+            for how in both:
+                # One that is slower than the best in one kind of links is not simulated in the other.
+                if not lines or best is None or _rounded(lines[both[0]], bound_us) < best.rank or not way.rails:
+                    lines[how] = simulate(program, cluster, nbytes=nbytes, contention=how)
+                    tried += len(start) * (how == "fair")
             worst = max(lines.values(), key=lambda line: line.total_us)
-            large = bool(way.rails) and len(start) > FEW_HOPS
-            first = max(lines["fair"].total_us, CLOSE * bound_us) if large else worst.total_us
-            value = (round(first / bound_us, DIGITS), round(worst.total_us / bound_us, DIGITS))
-            if best is None or value < best.rank:
+            value = _rounded(worst, bound_us)
+            if best is None or (value < best.rank and len(lines) == len(both)):
                 best = BalancedProgram(
                     bundles=bundles, program=program, model_us=float(planned[1].max(initial=0.0)),
                     how=f"{way}{', ' * bool(pace)}{pace}", worst_us=worst.total_us, rank=value,
                     timelines=lines,
                 )  # fmt: skip
-            tried += len(start) * (1 if large else len(both))
-            if best.worst_us <= GOOD_ENOUGH * bound_us or tried > MAX_TRIED_HOPS:
+            enough = CLOSE if tried > FEW_HOPS else GOOD_ENOUGH
+            if best.worst_us <= enough * bound_us or tried > MAX_TRIED_HOPS:
                 return best
             if not way.rails:
                 start, end = planned if pace else (_arrivals(hops, order, start, worst.end_us), end)
     assert best is not None
     return best
+
+
+def _rounded(line: Timeline, bound_us: float) -> float:
+    return round(line.total_us / bound_us, DIGITS)
+
+
+def just_in_time(
+    hops: ChunkHops, start: NDArray[np.float64], end: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The same times, but hops inside a sending group come just before the hop between groups that they serve.
+
+    Such hops take no port and could all go at once. Messages then ask for a port in another order than planned: what a
+    device holds itself first, what others of its group bring to it afterwards. Where a device waits for what should
+    have been brought to it before (`paced`), it asks in the order of the plan.
+
+    Args:
+        hops: the hops.
+        start: when each hop starts.
+        end: when each hop ends.
+
+    Returns:
+        The times with these hops later.
+    """
+    before = [out < 0 for out in hops.out_port]
+    for j, parent in enumerate(hops.parent):
+        before[j] = before[j] and (parent < 0 or before[parent])
+    needed = [np.inf] * len(before)
+    start, end = start.copy(), end.copy()
+    for j in range(len(before) - 1, -1, -1):
+        if before[j] and needed[j] < np.inf:
+            end[j] = max(end[j], needed[j])
+            start[j] = end[j] - hops.duration_us[j]
+        parent = hops.parent[j]
+        if parent >= 0:
+            needed[parent] = min(needed[parent], start[j])
+    return start, end
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,6 +109,7 @@ class RoundBuffers:
         self._kept: dict[tuple[int, int, str], torch.Tensor] = {}
         self._shared: list[tuple[int, int] | None] = [None, None]
         """Where in the group's symmetric memory inputs and outputs begin, and how large each is."""
+        self._beside = 0, 0
         self._ends: dict[tuple[int, int], Any] = {}
 
     @property
@@ -116,15 +117,28 @@ class RoundBuffers:
         """Whether other ranks read the packed input."""
         return self._shared[0] is not None
 
-    def share(self, plans: Sequence[ReshardPlan], *, inputs: bool) -> None:
-        """Take outputs, and with `inputs` inputs too, from memory that all ranks of the group write to; collective."""
+    def share(self, plans: Sequence[ReshardPlan], sides: Sequence[int], beside: int = 0) -> None:
+        """Take inputs (side 0) or outputs (side 1) from memory that all ranks of the group use; collective.
+
+        Args:
+            plans: the plans of all rounds.
+            sides: which of the two.
+            beside: bytes behind them that all ranks use for something else; see `beside`.
+        """
         assert self._gpu is not None
         at = 0
-        for side in (0, 1) if inputs else (1,):
+        for side in sides:
             most = max(_largest(plan, side) for plan in plans)
             self._shared[side] = at, -(-most // 256) * 256
             at += self._depth * -(-most // 256) * 256
-        self._carrier.symmetric(at, self._gpu)
+        self._beside = at, beside
+        self._carrier.symmetric(at + beside, self._gpu)
+
+    def beside(self) -> torch.Tensor:
+        """Symmetric memory that belongs to no round."""
+        assert self._gpu is not None
+        begin, nbytes = self._beside
+        return self._carrier.symmetric(begin + nbytes, self._gpu)[begin:]
 
     def take(self, side: int, slot: int, nbytes: int, device: torch.device | None) -> torch.Tensor:
         """The buffer of one round.
@@ -171,31 +185,33 @@ class RoundBuffers:
         return self._carrier.lanes(self._gpu)
 
     @contextmanager
-    def _on(self, lane: int, slot: int, after: tuple[int, ...]) -> Iterator[None]:
+    def _on(self, lane: int, slot: int, after: tuple[tuple[int, int], ...]) -> Iterator[None]:
         if self._gpu is None:
             yield
             return
         stream = self._lanes[lane]
         for other in after:
-            if (other, slot) in self._ends:
-                stream.wait_event(self._ends[other, slot])
+            if other in self._ends:
+                stream.wait_event(self._ends[other])
         with cuda.stream(stream):
             yield
             end = cuda.Event()
             end.record(stream)
         self._ends[lane, slot] = end
 
-    def packing(self, slot: int) -> Any:
-        """The stream that packs: after what has moved from the same buffer before."""
-        return self._on(0, slot, (1,))
+    def packing(self, slot: int, since: int | None = None) -> Any:
+        """The stream that packs: after what has moved from the same buffer before, or from that of slot `since`."""
+        return self._on(0, slot, ((1, slot if since is None else since),))
 
-    def moving(self, slot: int) -> Any:
-        """The stream that moves: after packing, and after what has unpacked the same buffer before."""
-        return self._on(1, slot, (0, 2))
+    def moving(self, slot: int, since: int | None = None) -> Any:
+        """The stream that moves: after packing, and after what has unpacked the same buffer, or that of slot `since`,
+        before.
+        """
+        return self._on(1, slot, ((0, slot), (2, slot if since is None else since)))
 
     def unpacking(self, slot: int) -> Any:
         """The stream that unpacks."""
-        return self._on(2, slot, (1,))
+        return self._on(2, slot, ((1, slot),))
 
     def finish_packing(self) -> None:
         """Wait on the host for all that was packed so far."""
@@ -239,7 +255,7 @@ class RoundBuffers:
         self._carrier.group.gpu.check()
 
     def _total(self) -> int:
-        return max(begin + self._depth * size for begin, size in filter(None, self._shared))
+        return sum(self._beside)
 
 
 def _largest(plan: ReshardPlan, side: int) -> int:

@@ -79,9 +79,10 @@ class ReshardState:
             gpu = self._carrier.gpu() if moves[0].dst.device == "cuda" else None
             self._gpu = gpu
             # Where all ranks write to the memory of one GPU, passing on saves nothing and makes chunks wait.
-            strategy = strategy or ("send_recv" if gpu is not None and self._carrier.one_gpu else OURS)
+            pull = not strategy and gpu is not None and self._carrier.one_gpu
             self.transfer = Transfer(
-                self._carrier, moves, staging_bytes=staging_bytes, keep=True, gpu=gpu, strategy=strategy,
+                self._carrier, moves, staging_bytes=staging_bytes, keep=True, gpu=gpu,
+                strategy=strategy or ("send_recv" if pull else OURS), pull=pull,
                 least_rounds=ROUNDS if deltas or gpu is None else 1,
             )  # fmt: skip
             detached = {name: like(t, local_of(t)) for name, t in self._target.items()}
@@ -169,7 +170,7 @@ class ReshardState:
 
     def move(
         self, sources: Sequence[torch.Tensor | None], to: int, key: str, *, names: Collection[str] | None = None,
-        guard: SourceGuard | None = None,
+        guard: SourceGuard | None = None, blocks: int | None = None,
     ) -> None:  # fmt: skip
         """Move tensors into one of the two sets of targets.
 
@@ -179,6 +180,7 @@ class ReshardState:
             key: name of the vote on this version, which is watched for an early failure.
             names: the tensors to move; None for all.
             guard: is told what has been read of the sources, where these may change meanwhile.
+            blocks: where servers pull, the most thread blocks of a rank's copies; None for all.
 
         Raises:
             StrettoError: the vote has failed on another rank.
@@ -192,7 +194,7 @@ class ReshardState:
                 raise failed
 
         rounds = self.transfer.rounds if names is None else self.transfer.rounds_for(names)
-        self.transfer.run(sources, targets, check, rounds=rounds, guard=guard)
+        self.transfer.run(sources, targets, check, rounds=rounds, guard=guard, blocks=blocks)
 
     def compared(
         self, sources: Sequence[torch.Tensor | None], to: int, held_here: dict[str, int] | None = None

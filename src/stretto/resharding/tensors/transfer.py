@@ -21,6 +21,7 @@ from .describe import PlacedTensor, dtype_of
 from .movers import Check, GpuMover, Mover, mover_of
 from .packing import Part, RoundBuffers, Tensors, finish_stream, pack, unpack
 from .pending import SourceGuard
+from .pulls import MEETING_BYTES, PullMover, chosen_holders, pull_mover
 from .rounds import Rounds, Stream, busiest_bytes, deal, streams_of
 
 OPS = {"product": "prod"}
@@ -54,6 +55,8 @@ class Round:
     outputs: list[Part]
     in_bytes: int
     out_bytes: int
+    holders: list[int]
+    """Where servers pull: the rank of the group that has packed each of the outputs."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,6 +69,8 @@ class _Program:
     starts: tuple[dict[int, int], dict[int, int]]
     """The offset of each stream in this rank's packed input and output."""
     sizes: tuple[int, int]
+    holders: dict[int, int]
+    """Where servers pull: the rank of the group from which this one gets each stream."""
 
 
 class Transfer:
@@ -78,7 +83,7 @@ class Transfer:
 
     def __init__(
         self, carrier: ReshardGroup, moves: Sequence[Move], *, staging_bytes: int | None = None, keep: bool = False,
-        gpu: torch.device | None = None, strategy: str = OURS, least_rounds: int = 1,
+        gpu: torch.device | None = None, strategy: str = OURS, least_rounds: int = 1, pull: bool = False,
     ) -> None:  # fmt: skip
         self.carrier, self.moves, self.gpu, self._strategy = carrier, tuple(moves), gpu, strategy
         device = carrier.device
@@ -96,6 +101,8 @@ class Transfer:
         ]
         self._begin = [[_begins(side, t.shape, carrier.me) for side in (t.src, t.dst)] for t in self._tensors]
         self._tasks = decompose(self._tensors) if self._tensors else ()
+        # Rounds of pulls and of pending sums would use the same buffers by other rules.
+        self._pull = pull and not any(task.reduction for task in self._tasks)
         me = carrier.me
         self._here = [
             task for task in self._tasks
@@ -110,8 +117,12 @@ class Transfer:
         self._buffers = RoundBuffers(carrier, (largest[0], largest[1]), self.depth, keep=keep, gpu=gpu)
         if gpu is not None and self._programs:
             # All ranks make as much, since each finds the memory of the others by its own.
-            touched = any(isinstance(p.mover, GpuMover) and p.mover.reads_inputs for p in self._programs)
-            self._buffers.share([p.mover.plan for p in self._programs], inputs=touched)
+            movers = [program.mover for program in self._programs]
+            inputs = any(isinstance(m, PullMover) or (isinstance(m, GpuMover) and m.reads_inputs) for m in movers)
+            outputs = any(isinstance(m, GpuMover) for m in movers)
+            beside = (1 + len(carrier.ranks)) * MEETING_BYTES * any(isinstance(m, PullMover) for m in movers)
+            sides = [side for side, used in enumerate((inputs, outputs)) if used]
+            self._buffers.share([m.plan for m in movers], sides, beside)
 
     @property
     def plans(self) -> list[ReshardPlan]:
@@ -148,7 +159,7 @@ class Transfer:
 
     def run(
         self, sources: Tensors, targets: Tensors, check: Check = lambda: None, *, rounds: Sequence[Round] | None = None,
-        guard: SourceGuard | None = None,
+        guard: SourceGuard | None = None, blocks: int | None = None,
     ) -> None:  # fmt: skip
         """Move `sources` into `targets`; all ranks of the group call this.
 
@@ -158,6 +169,7 @@ class Transfer:
             check: called from time to time while bytes move; may raise to stop waiting.
             rounds: the rounds to run; None for all.
             guard: is told which rounds have read the sources, where these may change meanwhile.
+            blocks: where servers pull, the most thread blocks of a rank's copies; None for all.
 
         Raises:
             PeerLost: a rank has died while bytes moved.
@@ -168,7 +180,7 @@ class Transfer:
         for at, each in enumerate(self.rounds if rounds is None else rounds):
             if len(under_way) == self.depth:
                 under_way.popleft()(check)
-            under_way.append(self._start(each, at, sources, targets, guard))
+            under_way.append(self._start(each, at, sources, targets, guard, blocks))
         for finish in under_way:
             finish(check)
         self.settle(check)
@@ -230,7 +242,7 @@ class Transfer:
         """
         if number == 0:
             self._buffers.begin()
-        return self._start(self.rounds[number], number, sources, targets, None)
+        return self._start(self.rounds[number], number, sources, targets, None, None)
 
     def record_streams(self, sources: Tensors, targets: Tensors) -> None:
         """Tell PyTorch's allocator which streams use tensors that the caller may let go of before they have."""
@@ -246,10 +258,35 @@ class Transfer:
         """Wait on the host until all rounds that were started have read the sources."""
         self._buffers.finish_packing()
 
+    def _start_pull(
+        self, each: Round, mover: PullMover, number: int, sources: Tensors, targets: Tensors,
+        guard: SourceGuard | None, blocks: int | None,
+    ) -> Callable[[Check], None]:  # fmt: skip
+        """Queue a round that servers pull: all ranks meet when it is packed, and the round before has been pulled."""
+        memory, slot, since = self._buffers, number % self.depth, (number - 1) % self.depth
+        mine = memory.take(0, slot, each.in_bytes, None)
+        reading = guard.reading(number) if guard is not None else nullcontext()
+        with reading as early, memory.packing(slot, since):
+            if early is not None:
+                memory.borrow(early)
+                mine.copy_(early)
+            else:
+                mover.pack(number, each.inputs, sources, mine, blocks)
+        with memory.moving(slot, since):
+            mover.meet(memory.beside())
+        with memory.unpacking(slot):
+            mover.pull(number, each.outputs, each.holders, targets, mine, blocks)
+        if guard is not None:
+            return lambda check: memory.reach(slot, check)
+        return lambda check: memory.catch_up()
+
     def _start(
-        self, each: Round, number: int, sources: Tensors, targets: Tensors, guard: SourceGuard | None
-    ) -> Callable[[Check], None]:
+        self, each: Round, number: int, sources: Tensors, targets: Tensors, guard: SourceGuard | None,
+        blocks: int | None,
+    ) -> Callable[[Check], None]:  # fmt: skip
         """Begin a round in one of the buffers; without a guard the memory of a tensor itself may be sent from."""
+        if isinstance(each.mover, PullMover):
+            return self._start_pull(each, each.mover, number, sources, targets, guard, blocks)
         device = next((t.device for t in (*sources, *targets) if t is not None), None)
         memory, slot = self._buffers, number % self.depth
         reading = guard.reading(number) if guard is not None else nullcontext()
@@ -315,6 +352,8 @@ class Transfer:
             tasks=[stream.task() for stream in streams],
         )  # fmt: skip
         kind = self.moves[0].dst.device
+        if self._pull and plan.program is not None:
+            return self._pulled(tasks, streams, pull_mover(carrier, plan))
         mover = mover_of(carrier, plan, dtype, OPS.get(op, op), device=kind, gpu=self.gpu)
         starts: tuple[dict[int, int], dict[int, int]] = ({}, {})
         sizes = [0, 0]
@@ -326,21 +365,47 @@ class Transfer:
                     if mine:
                         starts[side][number] = sizes[side]
                         sizes[side] += streams[number].nbytes
-        return _Program(tasks=tasks, streams=streams, mover=mover, starts=starts, sizes=(sizes[0], sizes[1]))
+        return _Program(
+            tasks=tasks, streams=streams, mover=mover, starts=starts, sizes=(sizes[0], sizes[1]), holders={}
+        )
+
+    def _pulled(self, tasks: list[UnitTask], streams: list[Stream], mover: PullMover) -> _Program:
+        """Every holder packs what is pulled from it, stream behind stream; a server knows where each of them does."""
+        me = self.carrier.me
+        rank = {device: at for at, device in enumerate(self.carrier.device.values())}
+        ends: dict[int, int] = {}
+        starts: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        holders = {}
+        for number, (stream, chosen) in enumerate(zip(streams, chosen_holders(streams), strict=True)):
+            begins = {holder: ends.get(holder, 0) for holder in sorted(set(chosen.values()))}
+            for holder, begin in begins.items():
+                ends[holder] = begin + stream.nbytes
+            if me in begins:
+                starts[0][number] = begins[me]
+            if me in chosen:
+                starts[1][number], holders[number] = begins[chosen[me]], rank[chosen[me]]
+        sizes = ends.get(me, 0), 0
+        return _Program(tasks=tasks, streams=streams, mover=mover, starts=starts, sizes=sizes, holders=holders)
 
     def _rounds(self, program: _Program, dealt: Rounds) -> list[Round]:
         found = []
         for pieces in dealt:
             parts: list[list[Part]] = [[], []]
+            holders = []
             for piece in pieces:
                 for side in (0, 1):
                     if piece.stream in program.starts[side]:
                         at = program.starts[side][piece.stream] + piece.offset
                         parts[side].append(self._part(piece.task, side, at))
+                        if side and program.holders:
+                            holders.append(program.holders[piece.stream])
             inside, outside = program.sizes
             found.append(
-                Round(mover=program.mover, inputs=parts[0], outputs=parts[1], in_bytes=inside, out_bytes=outside)
-            )
+                Round(
+                    mover=program.mover, inputs=parts[0], outputs=parts[1], in_bytes=inside, out_bytes=outside,
+                    holders=holders,
+                )
+            )  # fmt: skip
         return found
 
     def _part(self, task: UnitTask, side: int, offset: int) -> Part:

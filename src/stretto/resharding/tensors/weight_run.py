@@ -196,13 +196,14 @@ class WeightRunner:
         stopped = stopped if name == "stretto" else median(times) if times else 0.0
         return WeightTimes(system=name, exact=fine, times_s=tuple(times), stopped_s=stopped)
 
-    def train(self, updates: int = 1, beside: str = "update") -> TrainingTimes:
+    def train(self, updates: int = 1, beside: str = "update", max_blocks: int | None = None) -> TrainingTimes:
         """How a trainer's steps (a matrix product each) go on while weights are sent.
 
         Args:
             updates: how many updates are sent, one behind the other.
             beside: "update" for `update_async`, or "copy", where servers only copy what they have meanwhile: what a GPU
                 that trainers and servers share costs anyhow.
+            max_blocks: as for `update_async`.
 
         Returns:
             The times, the same on all ranks: of the rank whose steps suffer most.
@@ -230,7 +231,7 @@ class WeightRunner:
         else:
             count, during = 0, 0.0
             for _ in range(updates):
-                done, spent = self._beside_update(steps)
+                done, spent = self._beside_update(steps, max_blocks)
                 count, during = count + done, during + spent
         took = time.monotonic() - began
         slower = during / count / alone if count else 1.0
@@ -239,8 +240,8 @@ class WeightRunner:
             lost_s=_latest(max(0.0, took - count * alone) / updates if count else 0.0), steps=int(_latest(count)),
         )  # fmt: skip
 
-    def _beside_update(self, steps: Callable[..., tuple[int, float]]) -> tuple[int, float]:
-        pending = self.sync.update_async()
+    def _beside_update(self, steps: Callable[..., tuple[int, float]], max_blocks: int | None) -> tuple[int, float]:
+        pending = self.sync.update_async(max_blocks=max_blocks)
         found = steps(lambda count: pending.done and count > 0)
         pending.wait()
         return found

@@ -129,7 +129,7 @@ class WeightSync:
 
     @property
     def route(self) -> str:
-        """How bytes move: "executor", "gpu", "pinned" or "messages"; see docs/weight_sync.md."""
+        """How bytes move: "executor", "gpu", "pull", "pinned" or "messages"; see docs/weight_sync.md."""
         return self._state.transfer.route
 
     @property
@@ -197,7 +197,7 @@ class WeightSync:
 
     def update_async(
         self, source: Dict | None = None, *, checksums: bool = False, snapshot: str = "on_write",
-        snapshot_bytes: int | None = None,
+        snapshot_bytes: int | None = None, max_blocks: int | None = None,
     ) -> PendingUpdate:  # fmt: skip
         """Begin an update in another thread, so that trainers compute their next step meanwhile; all ranks call this.
 
@@ -211,6 +211,8 @@ class WeightSync:
                 everything before this returns; "wait" never copies.
             snapshot_bytes: the most bytes that are copied; None for no limit. With "now" it must be enough for all that
                 this rank sends.
+            max_blocks: the most thread blocks (of 512 threads) that copies of this rank take on its GPU at a time, so
+                that the others compute; None for all. Only where `route` is "pull".
 
         Returns:
             The update under way; its ``wait()`` returns the version.
@@ -223,6 +225,8 @@ class WeightSync:
 
         if snapshot not in SNAPSHOTS:
             raise unknown("snapshot", snapshot, SNAPSHOTS)
+        if max_blocks is not None and (max_blocks < 1 or self.route != "pull"):
+            raise InvalidInput(f"max_blocks: must be >= 1, where the route is pull; is {max_blocks}, by {self.route}")
         sources, why = self._state.checked_sources(source)
         if why:
             raise InvalidInput(why)
@@ -239,7 +243,7 @@ class WeightSync:
 
         def run() -> int:
             try:
-                return self._update(source, checksums, None, guard)
+                return self._update(source, checksums, None, guard, max_blocks)
             finally:
                 self._updating.release()
 
@@ -250,7 +254,10 @@ class WeightSync:
             pending.before_write("wait")
         return pending
 
-    def _update(self, source: Dict | None, checksums: bool, changed: Changed, guard: SourceGuard | None) -> int:
+    def _update(
+        self, source: Dict | None, checksums: bool, changed: Changed, guard: SourceGuard | None,
+        blocks: int | None = None,
+    ) -> int:  # fmt: skip
         from .deltas import union
 
         state, back = self._state, (1 - self._current) * (self._copies > 1)
@@ -271,7 +278,7 @@ class WeightSync:
         failed: StrettoError | None = None
         try:
             self._log.refreshed(state.sets, back, names, number)
-            state.move(sources, back, key, names=names, guard=guard)
+            state.move(sources, back, key, names=names, guard=guard, blocks=blocks)
         except StrettoError as error:
             failed = error
         except Exception as error:

@@ -320,6 +320,10 @@ class GpuCommunicator:
         with torch.cuda.device(self.device):
             return self._symmetric.empty(count, dtype)
 
+    def addresses(self, tensor: torch.Tensor) -> list[int]:
+        """Where a tensor in symmetric memory, and those at the same place on other ranks, are for this rank."""
+        return self._symmetric.pointers(tensor)
+
     def register(self, tensor: torch.Tensor) -> None:
         """Make a tensor's memory known, which PyTorch's symmetric memory allocated on all ranks; collective."""
         self._symmetric.register(tensor)

@@ -71,6 +71,7 @@ class EndParams(ctypes.Structure):
 
 
 KernelParams = GpuParams | PacketParams | EndParams
+"""Arguments of the interpreter; other kernels have their own."""
 
 
 @lru_cache
@@ -120,8 +121,22 @@ def compiled(dtype: str, reduce: str, shapes: int, capability: tuple[int, int], 
         StrettoError: NVRTC is not found, or does not compile the kernel.
     """
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}"]
-    options += kernel_options(dtype, reduce, shapes, delays=delays)
-    source = kernel_source()
+    return cached_cubin(kernel_source(), options + kernel_options(dtype, reduce, shapes, delays=delays))
+
+
+def cached_cubin(source: str, options: list[str]) -> bytes:
+    """Some CUDA code as a cubin, from the cache where it is there.
+
+    Args:
+        source: The code.
+        options: Options of NVRTC.
+
+    Returns:
+        The cubin.
+
+    Raises:
+        StrettoError: NVRTC is not found, or does not compile the code.
+    """
     library = nvrtc()
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
@@ -217,7 +232,7 @@ class GpuKernel:
         _check(_driver().cuModuleLoadData(ctypes.byref(module), cubin))
         _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), module, b"stretto_run"))
 
-    def launch(self, params: KernelParams, *, blocks: int, threads: int, stream: Any) -> None:
+    def launch(self, params: ctypes.Structure, *, blocks: int, threads: int, stream: Any) -> None:
         """Start the kernel on a CUDA stream (its handle).
 
         Args:

@@ -313,6 +313,13 @@ class GpuEngine:
             self._launch_failed(error)
             raise
 
+    def addresses(self, tensor: torch.Tensor) -> list[int]:
+        """Where memory that `empty` has made, and that at the same place on other ranks, is for this rank."""
+        self.check()
+        assert self.site is not None
+        found: list[int] = self.site.communicator.addresses(tensor)
+        return found
+
     def note_delegated(self, call: CollectiveCall) -> None:
         """NCCL runs a call of this group: a rank that runs it as a program instead is told so, and does not wait."""
         if self.site is not None and self.broken is None and call.op not in ("send", "recv"):
