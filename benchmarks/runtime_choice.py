@@ -4,10 +4,10 @@
 `links_us` is the fastest program that is found for the links alone, which no instruction slows down (from 1 GB on also
 packed trees in very many pieces); `as_streams_us` is that program on the runtime; `time_us` is what is chosen with the
 runtime's prices, on the runtime. At 1 GB that should be hardly more than `links_us` (`over_links`), and for small sizes
-far less than `as_streams_us`. Two optima stand beside it: `bound_us` is what no program beats on the links (`over_bound`),
-`paths_us` what no program beats whose messages go from rank to rank by the route that the memory of a GPU takes
-(`over_paths`): a program for the links alone may also send by other routes, a plan cannot. `in_reach` says whether any
-plan at all can be within 5 % of `links_us`: "no" where `paths_us` is more than that above it.
+far less than `as_streams_us`. Two optima stand beside it: `bound_us` is what no program beats on the links
+(`over_bound`), `paths_us` what no program beats whose messages go from rank to rank by the route that the memory of a
+GPU takes (`over_paths`): a program for the links alone may also send by other routes, a plan cannot. `in_reach` says
+whether any plan at all can be within 5 % of `links_us`: "no" where `paths_us` is more than that above it.
 """
 
 from __future__ import annotations

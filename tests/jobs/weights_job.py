@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import stretto
 import stretto.torch
-from stretto.resharding.tensors import movers
+from stretto.resharding.tensors import movers, pulls
 from stretto.resharding.tensors.weights import WeightSync
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64)
@@ -253,8 +253,10 @@ def dies(seed: int, device: str) -> Any:
     sync = WeightSync(source, case.target(), staging_bytes=2000)
     sync.update()
     calls: list[int] = []
-    kinds: list[Any] = [movers.Mover, movers.PinnedMover, movers.GpuMover]
-    begun = {kind: kind.start for kind in kinds}
+    steps: list[tuple[Any, str]] = [
+        (movers.Mover, "start"), (movers.PinnedMover, "start"), (movers.GpuMover, "start"), (pulls.PullMover, "meet"),
+    ]  # fmt: skip
+    begun = {kind: getattr(kind, name) for kind, name in steps}
 
     def broken(self: Any, *args: Any) -> Any:
         calls.append(1)
@@ -262,7 +264,7 @@ def dies(seed: int, device: str) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
         return begun[type(self)](self, *args)
 
-    patches = [mock.patch.object(kind, "start", broken) for kind in kinds]
+    patches = [mock.patch.object(kind, name, broken) for kind, name in steps]
     for patch in patches:
         patch.start()
     case.overwrite(source, 2)

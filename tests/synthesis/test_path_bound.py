@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds over the routes of GPU memory, judged by another linear program, by programs, and by what links alone allow."""
+"""Bounds over the routes of GPU memory, judged by another linear program, by programs and by what links allow."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 """`path_bound`: a time that no program beats whose messages take the routes of a GPU's memory.
 
 A GPU that reads or writes a peer's memory does not choose the route, so a plan can relay through other GPUs but not
-send over PCIe between two GPUs that have NVLink. The argument is that of every bound (docs/bounds.md): weights on links,
-and the least weighted bytes that any program sends.
+send over PCIe between two GPUs that have NVLink. The argument is that of every bound (docs/bounds.md): weights on
+links, and the least weighted bytes that any program sends.
 
 - All-gather, reduce-scatter: the messages with a byte of one rank reach all others, so they hold a tree, and weigh at
   least as much as the cheapest one from (to) that rank.
