@@ -27,7 +27,7 @@ SMALL = 2**20
 LARGE = 10**9
 RUNTIME = "mscclpp:h200"
 MOST_LOST = 1.05
-FINEST = {"max_k": 24, "max_transfers": 1_000_000}
+FINEST_K, FINEST_TRANSFERS = 24, 1_000_000
 """Packed trees for the links alone at large sizes: no file of a runtime takes so many pieces."""
 
 
@@ -35,7 +35,9 @@ def links_alone_us(wanted: Collective, cluster: Cluster, nbytes: int, found_us: 
     """The time of the fastest program for the links alone that is known."""
     if nbytes < LARGE:
         return found_us
-    finest = forest.synthesize(wanted, cluster, nbytes=nbytes, budget_s=60.0, **FINEST)
+    finest = forest.synthesize(
+        wanted, cluster, nbytes=nbytes, budget_s=60.0, max_k=FINEST_K, max_transfers=FINEST_TRANSFERS
+    )
     return min(found_us, simulate(finest, cluster, nbytes=nbytes).total_us)
 
 

@@ -122,11 +122,14 @@ def phased(local: int, groups: int, pieces: int) -> SymmetricProgram:
     # What stays inside a group comes last: it needs no time between groups, which the others do.
     for phase in [*range(1, groups), 0]:
         for part in range(pieces):
-            src.append(giver), dst.append(taker), home.append(giver)
+            src.append(giver)
+            dst.append(taker)
+            home.append(giver)
             piece.append((taker + local * phase) * pieces + part)
             widths.append(np.ones(len(giver), np.int64))
             if phase:
-                src.append(number), dst.append(number + local * phase)
+                src.append(number)
+                dst.append(number + local * phase)
                 home.append(np.tile(number, local))
                 piece.append(np.repeat((number + local * phase) * pieces + part, local))
                 widths.append(np.full(local, local))
