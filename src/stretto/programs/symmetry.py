@@ -237,7 +237,17 @@ class SymmetricProgram:
 
 
 def check_torus(kind: str, sizes: tuple[int, ...], local: int, pieces: int) -> None:
-    """Refuse an unknown collective, an empty torus or group, and numbers of pieces that are out of range."""
+    """Refuse what no `SymmetricProgram` has.
+
+    Args:
+        kind: The collective.
+        sizes: The sides of the torus.
+        local: The number of ranks at each point of the torus.
+        pieces: The number of pieces of each rank's data; of an all-to-all a multiple of the number of ranks.
+
+    Raises:
+        InvalidInput: An unknown collective, an empty torus or group, or a number of pieces that is out of range.
+    """
     if kind not in KINDS:
         raise unknown("symmetric collective", kind, KINDS)
     if local < 1:

@@ -49,7 +49,16 @@ def translate(rank: ArrayLike, by: ArrayLike, sizes: tuple[int, ...], *, sign: i
 
 
 def chunk_numbers(p: SymmetricProgram, home: ArrayLike, piece: ArrayLike) -> Ints:
-    """The numbers of chunks in the whole program's collective; `home` and `piece` broadcast."""
+    """The numbers that chunks have in the whole program's collective; `home` and `piece` broadcast.
+
+    Args:
+        p: The program.
+        home: The ranks whose chunks they are.
+        piece: Which of its rank's chunks each one is, as the program counts them.
+
+    Returns:
+        One number for each chunk.
+    """
     homes, pieces = np.asarray(home, np.int64), np.asarray(piece, np.int64)
     if p.kind == "all_to_all":
         pieces = _seen_from(p.sizes, p.local, p.pieces, homes, pieces, sign=1)
@@ -57,7 +66,18 @@ def chunk_numbers(p: SymmetricProgram, home: ArrayLike, piece: ArrayLike) -> Int
 
 
 def chunk_places(kind: str, sizes: tuple[int, ...], local: int, pieces: int, number: Ints) -> tuple[Ints, Ints]:
-    """The home and the piece of chunks with these numbers, as `chunk_numbers` has numbered them."""
+    """Whose chunks have these numbers, and which of their rank's chunks they are: the inverse of `chunk_numbers`.
+
+    Args:
+        kind: The collective.
+        sizes: The sides of the torus.
+        local: The number of ranks at each point of the torus.
+        pieces: The number of pieces of each rank's data.
+        number: Numbers of chunks in the whole program's collective.
+
+    Returns:
+        The home and the piece of each chunk.
+    """
     home, piece = np.divmod(number, max(pieces, 1))
     if kind == "all_to_all":
         piece = _seen_from(sizes, local, pieces, home, piece, sign=-1)

@@ -40,7 +40,16 @@ class BoxCopy:
 
     @classmethod
     def between(cls, source: torch.Tensor, target: int, *, reverse: bool = False) -> BoxCopy:
-        """A copy of a tensor to contiguous memory at an address; with `reverse` from there into the tensor."""
+        """A copy between a tensor, which may have any strides, and contiguous memory.
+
+        Args:
+            source: The tensor.
+            target: The address of the contiguous memory.
+            reverse: Copy from there into the tensor, instead of to there.
+
+        Returns:
+            The copy.
+        """
         size = source.element_size()
         strides = tuple(int(stride) * size for stride in source.stride())
         packed, dense = [], size
@@ -60,7 +69,7 @@ def tiles_of(copies: Iterable[BoxCopy]) -> np.ndarray[Any, Any]:
     """The tiles of some copies: rows of equal length, at most `TILE_BYTES` of them in a tile.
 
     Args:
-        copies: the copies.
+        copies: The copies.
 
     Returns:
         An array of `TILE`.
@@ -128,7 +137,7 @@ class GpuCopies:
         """Put all copies onto the current stream.
 
         Args:
-            blocks: the most thread blocks at a time, of 512 threads each; None for all that the GPU takes.
+            blocks: The most thread blocks at a time, of 512 threads each; None for all that the GPU takes.
         """
         if not self._count:
             return
