@@ -19,15 +19,19 @@ from stretto.collectives.files import load_collective, save_collective
 from stretto.control.transport import make_token
 from stretto.errors import InvalidInput
 from stretto.files import convert, naming_lines
+from stretto.planner.costs.measured import read_measurements
+from stretto.planner.plan import Plan
 from stretto.planner.tuner_csv import read_tuner_csv
 from stretto.programs.formats import load_program, save_program
 from stretto.report.chrome import write_chrome_json
 from stretto.report.perfetto import write_perfetto
 from stretto.report.timeline_file import load_timeline, save_timeline
+from stretto.resharding.files import load_plan
+from stretto.simulator.runtimes import Runtime
 from stretto.strategy.files import load_model, load_strategy, save_model, save_strategy
 from stretto.strategy.model import ModelSpec, Variable
 from stretto.synthesis.sketch import Sketch
-from stretto.workload import chakra
+from stretto.workload import chakra, kineto
 from stretto.workload.dag import Op
 
 SOURCES = Path(__file__).parents[1] / "src" / "stretto"
@@ -146,6 +150,17 @@ def test_a_path_with_a_nul_is_refused_by_readers_and_writers(tmp_path: Path) -> 
     for call in calls:
         with pytest.raises(InvalidInput, match=r"NUL|null"):
             call()
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "\ud800.json", "hosts" * 60 + "+multicast"])
+def test_what_can_be_no_path_is_refused_by_every_reader(path: str) -> None:
+    readers = [
+        st.Cluster.load, st.Workload.load, Plan.load, load_program, load_collective, load_timeline, load_plan,
+        chakra.read, kineto.read, Runtime.load, load_model, read_measurements,
+    ]  # fmt: skip
+    for read in readers:
+        with pytest.raises(InvalidInput):
+            read(path)
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,34 @@ def cache_directory() -> Path:
 
 
 def usable_path(path: str | Path) -> Path:
-    """Return the path, unless it holds a NUL character, for which Python would raise `ValueError`."""
+    """Return the path, unless it holds a NUL or half a character, for which Python would raise `ValueError`."""
     if "\0" in str(path):
         raise InvalidInput(f"{str(path)!r}: a path cannot contain a NUL character")
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        raise InvalidInput(f"{str(path)!r}: not a path: it holds half a character") from None
     return Path(path)
+
+
+def exists(path: str | Path) -> bool:
+    """Whether there is something at a path; no for what cannot be one, such as a text of 300 letters.
+
+    >>> exists("all_reduce" * 300)
+    False
+    """
+    try:
+        return Path(path).exists()
+    except OSError:
+        return False
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether a path is a directory; no for what is no path."""
+    try:
+        return Path(path).is_dir()
+    except OSError:
+        return False
 
 
 def read_text(path: str | Path, *, max_bytes: int = MAX_BYTES) -> str:

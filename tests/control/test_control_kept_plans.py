@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -266,3 +267,14 @@ def test_a_rank_takes_only_the_step_that_it_calls() -> None:
             assert recall(KEY, mine, link, Store(), aside, 0, given) == (None, True)  # type: ignore[arg-type]
     finally:
         controller.close()
+
+
+def test_a_plan_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        KeptPlans(tmp_path / "plans").save(one())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert list((tmp_path / "plans").iterdir()) == []
+    assert "the plan is not kept" in caplog.text

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -250,10 +251,31 @@ def main() -> None:
         os._exit(0)
 
     _run(differing)
-    names = [scenario.__name__ for scenario in SCENARIOS] + ["other_rules", "without_executor"]
+    port = free_port()
+
+    def without_store(rank: int) -> None:
+        """Rank 0 holds the store, and leaves while the others make a group."""
+        where = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group("stretto", init_method=where, rank=rank, world_size=RANKS)
+        dist.barrier()
+        if rank == 0:
+            os._exit(0)
+        (folder / f"store_leaves-{rank}").write_text(json.dumps(told(lambda: dist.new_group(list(range(RANKS))))))
+        os._exit(0)
+
+    _run(without_store)
+    names = [scenario.__name__ for scenario in SCENARIOS] + ["other_rules", "without_executor", "store_leaves"]
     for rank in range(RANKS):
         found = {name: _read(folder / f"{name}-{rank}") for name in names}
         (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def free_port() -> int:
+    """A port that nobody listens on just now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    return port
 
 
 def _read(path: Path) -> Any:

@@ -101,3 +101,9 @@ def test_when_one_rank_has_no_executor_all_delegate_and_say_so_once(outcomes: Ou
         assert why == "rank 1 has no executor: the executor is not available"
         assert total == 3.0
         assert said == 1
+
+
+def test_where_the_store_leaves_with_rank_0_while_a_group_is_made_rank_0_is_named(outcomes: Outcomes) -> None:
+    for kind, text, _ in outcomes["store_leaves"][1:]:
+        assert kind == "PeerLost", text
+        assert text.startswith("rank 0 is gone") and text.endswith("while the group was made"), text

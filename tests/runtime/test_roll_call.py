@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from stretto.errors import PeerLost
 from stretto.runtime.enforcer.gloo import GlooCarrier
-from stretto.runtime.torch_backend.roll_call import GlooRollCall
+from stretto.runtime.torch_backend.roll_call import STORE_GONE, GlooRollCall
 
 
 class MemoryStore:
@@ -105,10 +105,14 @@ def test_the_message_says_what_has_failed() -> None:
     assert on_channels.lost() == "rank 1 does not answer: a call of gloo's on the plan's channels has failed"
 
 
-def test_nobody_is_named_where_all_answer_or_the_store_is_gone() -> None:
+def test_nobody_is_named_where_all_answer_and_a_store_that_is_gone_is_said() -> None:
     store = MemoryStore()
     for rank in range(2):
         store.set(f"here/{rank}", "")
     assert GlooRollCall(store, 0, 2).lost() == ""
-    assert GlooRollCall(GoneStore(), 0, 2).lost() == ""
+    assert GlooRollCall(GoneStore(), 0, 2).lost() == STORE_GONE
+    carrier = GlooCarrier.__new__(GlooCarrier)
+    carrier._roll_call, carrier._explain = GlooRollCall(GoneStore(), 1, 3), lambda error: error
+    found = carrier.explained(RuntimeError("Connection reset by peer"))
+    assert isinstance(found, PeerLost) and str(found) == STORE_GONE
     GlooRollCall(GoneStore(), 0, 2).tell("rank 1 is gone")

@@ -281,3 +281,37 @@ def test_a_real_rank_alone_has_the_same_ops() -> None:
     assert [(op.name, op.kind, op.nbytes, op.after) for op in one.ops] == [
         (op.name, op.kind, op.nbytes, op.after) for op in both.ops
     ]
+
+
+def ddp_on_gloo(late_us: float = 0.0) -> dict[str, Any]:
+    """A rank of DDP on gloo that waits for bucket after bucket; the last span is closed so long after its end."""
+    sized = {"Input Dims": [[[1000]]], "Input type": ["float"], "Concrete Inputs": ["", "", "True", "-1"]}
+    events = []
+    for step in range(3):
+        t = 100_000.0 * step
+        events.append(event("user_annotation", f"ProfilerStep#{step}", t, 99_000.0))
+        events.append(event("user_annotation", "DistributedDataParallel.forward", t, 1000.0))
+        events.append(event("cpu_op", "aten::mm", t, 1000.0))
+        for bucket, end in enumerate((20_000.0, 50_000.0)):
+            back = t + 2000.0 * bucket + 1000.0
+            events.append(event("cpu_op", "autograd::engine::evaluate_function: AddmmBackward0", back, 1990.0))
+            events.append(event("cpu_op", "c10d::allreduce_", back + 1910.0, 10.0, **sized))
+            begin, late = back + 1950.0, late_us * bucket
+            span = event(
+                "user_annotation", "gloo:all_reduce", begin, t + end + late - begin, **sized | {"Input Dims": [[1000]]}
+            )
+            events.append(span | {"tid": 2})
+            events.append(event("cpu_op", "aten::copy_", t + end, 300.0))
+        events.append(event("user_annotation", "Optimizer.step#SGD.step", t + 50_400.0, 2000.0))
+        events += [event("cpu_op", "aten::add_", t + 50_500.0 + 900.0 * at, 100.0) for at in range(3)]
+    world = {"rank": 0, "world_size": 2, "pg_config": [{"pg_name": "0", "ranks": [0, 1]}]}
+    return {"distributedInfo": world, "traceEvents": sorted(events, key=lambda each: float(each["ts"]))}
+
+
+@pytest.mark.parametrize("late_us", [0.0, 1500.0, 20_000.0])
+def test_waiting_for_one_bucket_after_the_other_is_no_compute(late_us: float, tmp_path: Path) -> None:
+    workload = kineto.read(_saved([ddp_on_gloo(late_us)], tmp_path))
+    last = [op for op in workload.ops if not op.is_comm][-1]
+    assert {dep.op for dep in last.after} == {op.name for op in workload.comm_ops}
+    # Two copies, 100 us of Python, and the optimizer with its pauses; not the 29,700 us between the copies.
+    assert last.duration_us == pytest.approx(2700, abs=101)

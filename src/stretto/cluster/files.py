@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInput, unknown
-from ..files import naming_lines, parse_text, read_text, write_file, yaml_text
+from ..files import exists, naming_lines, parse_text, read_text, write_file, yaml_text
 from ..units import parse_number
 from . import astra, description, nccl_xml, nvidia_smi, taccl_json, yaml_form
 from .model import MULTICAST, Cluster
@@ -48,7 +48,7 @@ def load(source: str | Path, *, nodes: int | None = None, **options: Any) -> Clu
     >>> load("torus:4x2,alpha_us=1")
     <Cluster torus:4x2: 8 devices on 8 hosts, 24 links over dim0, dim1, dimensions 4x2>
     """
-    if isinstance(source, str) and source.endswith(MULTICAST) and not Path(source).exists():
+    if isinstance(source, str) and source.endswith(MULTICAST) and not exists(source):
         return load(source.removesuffix(MULTICAST), nodes=nodes, **options).with_multicast()
     if isinstance(source, str) and description.looks_like(source):
         check_options(FORMS["description"], options if nodes is None else {**options, "nodes": nodes}, [])
@@ -143,10 +143,10 @@ def _split(source: str | Path) -> tuple[str | Path, str]:
     head, _, tail = source.partition(":")
     if head in known:
         return head, tail
-    if source and Path(source).exists():
+    if source and exists(source):
         return Path(source), ""
     head, _, tail = source.rpartition(":") if ":" in source else (source, "", "")
-    if head and (Path(head).exists() or "/" in head or Path(head).suffix):
+    if head and (exists(head) or "/" in head or Path(head).suffix):
         return Path(head), tail
     raise InvalidInput(
         f"{unknown('preset', head, sorted(known))} (or give the path of a file, or {FORMS['description']})"

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import InvalidInput, StrettoError
-from ..files import convert, parse_json, read_text
+from ..files import convert, parse_json, read_text, write_file
 from ..planner.buckets import BucketPrediction, best_of, buckets_of, compare_buckets
 from .bucket_size import AUTO, OPTION
 from .messages import CapturedStep, decode_captured
@@ -92,14 +92,11 @@ def keep(folder: Path, command: Sequence[str], cap_mb: float) -> None:
     Raises:
         InvalidInput: The folder cannot be written, or is not this user's alone.
     """
-    path = _path(folder, command)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         private_folder(folder)
-        part.write_bytes(msgspec.json.encode(KeptBuckets(cap_mb=cap_mb)) + b"\n")
-        part.replace(path)
     except OSError as error:
         raise InvalidInput(f"{folder}: {error.strerror}") from error
+    write_file(_path(folder, command), msgspec.json.encode(KeptBuckets(cap_mb=cap_mb)) + b"\n")
 
 
 def _path(folder: Path, command: Sequence[str]) -> Path:

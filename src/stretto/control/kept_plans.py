@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import InvalidInput, StrettoError
-from ..files import cache_directory, convert, parse_json, read_text
+from ..files import cache_directory, convert, parse_json, read_text, write_file
 from .messages import MAX_MESSAGE_BYTES, CapturedStep, Name, decode_captured, decode_plan
 from .refine import LEAST, MOST
 from .transport import private_folder
@@ -85,12 +85,9 @@ class KeptPlans:
 
     def save(self, kept: KeptPlan) -> None:
         """Keep a plan; a folder that cannot be written is said to be, once."""
-        path = self._path(kept.key)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
             private_folder(self.folder)
-            part.write_bytes(msgspec.json.encode(kept) + b"\n")
-            part.replace(path)
+            write_file(self._path(kept.key), msgspec.json.encode(kept) + b"\n")
             self._prune()
         except (OSError, StrettoError) as error:
             self._complain(f"the plan is not kept in {self.folder}: {error}")

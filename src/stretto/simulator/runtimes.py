@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from ..cluster import Cluster
 from ..errors import InvalidInput, unknown
-from ..files import convert, naming_lines, parse_yaml, plain, read_text, write_file
+from ..files import convert, exists, naming_lines, parse_yaml, plain, read_text, write_file
 from ..programs.lowered import OPS
 from ..units import is_number
 
@@ -189,7 +189,7 @@ class Runtime:
         """
         if isinstance(source, str) and source in PRESETS:
             return PRESETS[source]
-        if not Path(source).exists():
+        if not exists(source):
             raise unknown("runtime", str(source), (*PRESETS, "or a file"))
         where = str(source)
         text = read_text(source, max_bytes=MAX_FILE_BYTES)

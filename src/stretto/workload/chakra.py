@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInput, unknown
-from ..files import parse_json, read_text
+from ..files import exists, is_folder, parse_json, read_text
 from . import chakra_own
 from .chakra_join import joined_ops
 from .chakra_node import ChakraNode, optional_number, required_number, text
@@ -30,7 +30,7 @@ def read(path: str | Path, *, dims: Sequence[int] = ()) -> Workload:
     """
     path = Path(path)
     files = rank_files(path, (), (".et", ".et.gz"))
-    folder = path if path.is_dir() else path.parent
+    folder = path if is_folder(path) else path.parent
     named = _named_groups(folder / GROUPS_FILE)
     decoded = [decode(file) for file in files]
     ours = chakra_own.about([about for about, _ in decoded], files)
@@ -62,7 +62,7 @@ def read(path: str | Path, *, dims: Sequence[int] = ()) -> Workload:
 
 
 def _named_groups(path: Path) -> dict[str, tuple[int, ...]]:
-    if not path.exists():
+    if not exists(path):
         return {}
     found = parse_json(read_text(path), where=str(path))
     if not isinstance(found, dict):

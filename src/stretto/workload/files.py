@@ -31,7 +31,18 @@ import yaml
 from msgspec import Meta
 
 from ..errors import InvalidInput, unknown
-from ..files import MAX_BYTES, convert, naming_lines, parse_text, plain, read_text, write_file, yaml_text
+from ..files import (
+    MAX_BYTES,
+    convert,
+    exists,
+    is_folder,
+    naming_lines,
+    parse_text,
+    plain,
+    read_text,
+    write_file,
+    yaml_text,
+)
 from .dag import COMPUTE, MAX_OPS, MAX_RANKS, Dep, Op, Why, Workload
 from .registry import MODELS, from_spec
 
@@ -88,10 +99,10 @@ def load(source: str | Path) -> Workload:
         name = re.split("[:,]", source, maxsplit=1)[0]
         if name in MODELS:
             return from_spec(source)
-        if not Path(source).exists() and "/" not in source and not Path(source).suffix:
+        if not exists(source) and "/" not in source and not Path(source).suffix:
             raise InvalidInput(f"{unknown('model', name, MODELS)} (or give the path of a file)")
     path = Path(source)
-    if path.suffix == ".et" or (path.is_dir() and any(path.glob("*.et"))):
+    if path.suffix == ".et" or (is_folder(path) and any(path.glob("*.et"))):
         from . import chakra
 
         return chakra.read(path)
@@ -166,7 +177,7 @@ def is_kineto(path: Path) -> bool:
     """Whether a path is a profiler trace, which may be larger than Stretto's own files, compressed, or one file per
     rank.
     """
-    if path.suffix == ".gz" or path.is_dir():
+    if path.suffix == ".gz" or is_folder(path):
         return True
     try:
         if not path.is_file():

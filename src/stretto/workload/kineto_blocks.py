@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import pairwise
 from statistics import median, median_high
 
-from .kineto_rank import KinetoRank, TraceCall, inside
+from .kineto_rank import KinetoRank, TraceCall, TraceWork, inside
 from .kineto_steps import Cut, StreamLane, TraceStep
 
 _SLACK_US = 1.0
@@ -142,7 +142,8 @@ def _duration(these: RankClass, step: TraceStep, block: StreamBlock) -> float:
     """The duration of a block in one sample.
 
     On the main stream pauses count, because they are kernel launches and Python, which no plan of the communication
-    removes; the time until the end of a call that the block waited for does not count. On other streams only the work
+    removes; the time until the end of a call that the block waited for does not count, be it before the block or, on a
+    CPU, between its works: DDP waits for one bucket, copies it, and waits for the next. On other streams only the work
     itself counts.
     """
     lane = step.lane(block.stream)
@@ -160,7 +161,21 @@ def _duration(these: RankClass, step: TraceStep, block: StreamBlock) -> float:
     if before is not None:
         ready += [before.calls[at].end for at in block.lagged]
     start = lane.works[low].start
-    return _mark(these, step, lane, high - 1) - min(start, max(ready, default=start))
+    ends = [_mark(these, step, lane, index) for index in range(low, high)]
+    waited = 0.0 if these.gpu else _waited_within(these, step, block, lane.works[low:high], ends)
+    return ends[-1] - min(start, max(ready, default=start)) - waited
+
+
+def _waited_within(
+    these: RankClass, step: TraceStep, block: StreamBlock, works: list[TraceWork], ends: list[float]
+) -> float:
+    """How long a block's thread did nothing between its works while a call that the block waited for had not ended."""
+    until = max((step.calls[at].end for at in block.waits), default=float("-inf"))
+    # A thread of gloo's may close its span late, but DDP has waited for all buckets before the optimizer begins.
+    update = these.traces[step.rank].update
+    first = bisect_left(update, (works[0].start, 0.0))
+    until = min(until, update[first][0]) if first < len(update) else until
+    return sum(max(0.0, min(work.start, until) - end) for end, work in zip(ends, works[1:], strict=False))
 
 
 def bounds(lane: StreamLane, block: StreamBlock) -> tuple[int, int] | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..errors import InvalidInput
-from ..files import usable_path
+from ..files import is_folder, usable_path
 
 MAX_TRACE_BYTES = 1 << 30
 MAX_RANK_FILES = 4096
@@ -59,7 +59,7 @@ def rank_files(path: str | Path, peers: Sequence[str | Path], endings: Iterable[
         InvalidInput: there are no files or too many, or peers are given with a directory.
     """
     path, endings = Path(path), tuple(endings)
-    if not path.is_dir():
+    if not is_folder(path):
         files = [path, *map(Path, peers)]
     elif peers:
         raise InvalidInput("peers: not together with a directory, which already holds the files of all ranks")

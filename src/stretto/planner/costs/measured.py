@@ -22,7 +22,7 @@ from pathlib import Path
 from ...algorithms import collective_kind
 from ...cluster import Cluster
 from ...errors import Infeasible, InvalidInput, unknown
-from ...files import read_text, write_file
+from ...files import is_folder, read_text, write_file
 from ...workload import COMM_KINDS
 from .channels import bindings_for, scope_of
 from .costs import Bounding, Cost, CostModel, Motion
@@ -108,7 +108,7 @@ def read_measurements(
     Raises:
         InvalidInput: the file has neither form, holds no measurements, or a field is invalid.
     """
-    if Path(path).is_dir():
+    if is_folder(path):
         return _shortest(row for file in sorted(Path(path).glob("*.csv")) for row in read_measurements(file))
     text = read_text(path)
     where = str(path)

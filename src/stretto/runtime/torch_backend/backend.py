@@ -27,7 +27,7 @@ from .engine import CURRENT_JOB, Engine, Job, missing
 from .gloo_options import gloo_options
 from .gpu_options import gpu_options
 from .gpu_work import GpuWork, GpuWorks
-from .lost_ranks import DelegatedCall, LostRanks, explain_meeting
+from .lost_ranks import DelegatedCall, LostRanks, explain_meeting, naming_the_store
 from .meeting import Meeting, agree, card, meet
 from .own_backend import OWN_BACKEND
 from .own_backend import WHY as OWN_WHY
@@ -129,21 +129,21 @@ class StrettoGroup(Base):  # type: ignore[misc]
         found, options = rules(), gpu_options()
         shared = CURRENT_JOB.job if devices and not apart else None
         places = tuple(devices) or tuple(range(size))
-        meeting = Meeting(store, rank, size, (lambda: shared.lost(places)) if shared else lambda: "")
-        if apart:
-            # Ranks of different jobs, whose launchers have started them differently often.
-            meeting = Meeting(store, rank, size, start="apart")
+        # Ranks of different jobs ("apart") have launchers that have started them differently often.
+        known, start = (lambda: shared.lost(places)) if shared else (lambda: ""), "apart" if apart else None
         taken, generation = (shared.taken(places), shared.generation) if shared else (0, 0)
         mine = card(rank, executor=missing(), rules=found.text, taken=taken, generation=generation)
         try:
-            self.cards = meet(meeting, mine)
-            self._wrap(store, rank, size, timeout, meeting)
+            with naming_the_store(known):
+                meeting = Meeting(store, rank, size, known, start)
+                self.cards = meet(meeting, mine)
+                self._wrap(store, rank, size, timeout, meeting)
+                job = shared or Job.join(meeting, self.cards, places, timeout)
         except PeerLost as error:
             if shared is not None:
                 shared.blame(places, str(error))
             raise
         selector = Selector(places, [c.host for c in self.cards], cluster=found.cluster, table=found.table)
-        job = shared or Job.join(meeting, self.cards, places, timeout)
         self.engine = Engine(rank, size, name, selector, job, *agree(self.cards))
         self.engine.set_timeout(timeout)
         job.enter(self.engine, owns=shared is None)

@@ -9,15 +9,18 @@ failed answer a roll call in the group's store.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import torch.distributed as dist
 
 from ...errors import PeerLost
 from .engine import Engine
 from .gloo_errors import GlooFailure, gloo_failure
 from .meeting import Card, Meeting, Store, find_gone
-from .roll_call import GlooRollCall
+from .roll_call import STORE_GONE, GlooRollCall
 
 NOTICE_S = 1.0
 """A socket closes a moment before its process is gone."""
@@ -140,6 +143,22 @@ def explain_meeting(error: Exception, meeting: Meeting, store: Any) -> Exception
         if lost:
             roll_call.tell(lost)
     return PeerLost(f"{lost}, while the group was made") if lost else error
+
+
+@contextmanager
+def naming_the_store(known: Callable[[], str]) -> Iterator[None]:
+    """Where the job's store goes away while a group is made, `PeerLost` says so instead of PyTorch's own error.
+
+    Args:
+        known: What is known of a rank of the new group that is lost: with the store goes the rank that holds it.
+    """
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        deadline = time.monotonic() + NOTICE_S
+        while not (lost := known()) and time.monotonic() < deadline:
+            time.sleep(PAUSE_S)
+        raise PeerLost(f"{lost or STORE_GONE}, while the group was made") from error
 
 
 def _list(ranks: Sequence[int]) -> str:

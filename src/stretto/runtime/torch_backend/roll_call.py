@@ -17,6 +17,8 @@ PATIENCE_S = 5.0
 """How long a rank that fails later than another is waited for: calls of one iteration time out at different moments."""
 PAUSE_S = 0.02
 ANSWER = "answer"
+STORE_GONE = "the process that holds the job's store is gone (rank 0, where no launcher such as torchrun holds it)"
+"""All that can be known when nobody can be asked any more."""
 
 
 class GlooRollCall:
@@ -44,11 +46,11 @@ class GlooRollCall:
         return ""
 
     def lost(self) -> str:
-        """Which ranks do not answer, in words; empty when all do, or when the store is gone, too."""
+        """Which ranks do not answer, or that the store is gone, too, in words; empty when all ranks answer."""
         try:
             return self._ask()
         except Exception:
-            return ""
+            return STORE_GONE
 
     def _ask(self) -> str:
         self._store.set(f"here/{self._rank}", "")

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...errors import InvalidInput, unknown
+from ...files import exists
 from ...units import parse_number
 from ...workload.catalog.convolutional import densenet121, inceptionv3, resnet, vgg16
 from ...workload.catalog.language import bert, lm1b, transformer
@@ -99,7 +100,7 @@ def load(source: str, *, device: str = "t4") -> ModelSpec:
         if scale is None:
             raise InvalidInput(f"model {source!r}: what follows the @ must be a number")
         return model(name, device=device, scale=scale)
-    if not Path(source).suffix and not Path(source).exists():
+    if not Path(source).suffix and not exists(source):
         raise unknown("model", source, (*MODELS, "FILE.yaml"))
     return load_model(source)
 
