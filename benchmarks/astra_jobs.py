@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """One of the jobs of `astra_sim` in a process of its own, without what a benchmark imports beside.
 
+NumPy's BLAS is told to start no threads: a job has no use for them, and to start and end them costs as much processor
+time as all else that this process does but for importing NumPy.
+
 ``python benchmarks/astra_jobs.py NUMBER[:whole]`` prints the predicted time and the CPU seconds as JSON.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import stretto as st
 from stretto.algorithms.symmetric import symmetric_algorithm

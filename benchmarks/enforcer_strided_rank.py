@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of the case ``strided`` of benchmarks/enforcer.py: a stage of a pipeline with replicas on other hosts.
+"""One rank of a case ``strided`` of benchmarks/enforcer.py: a stage of a pipeline with replicas on other hosts.
 
 A stage is a PyTorch module with tables of the size of its activations, so that links have much to carry and processors
 little to compute. Micro-batches go forward through all stages and then back (GPipe, or 1F1B); each table's gradient is
@@ -49,10 +49,9 @@ class Stage(nn.Module):
 def layout(layout: str, hosts: int, each: int) -> list[list[int]]:
     """The ranks of every stage, one for each replica; all stages have their replicas on different hosts.
 
-    With ``inside`` a pipeline stays on its host; with ``across`` each of its stages is on another host than the one
-    before it.
+    With ``inside`` a pipeline stays on its host; else each of its stages is on another host than the one before it.
     """
-    shift = 1 if layout == "across" else 0
+    shift = 0 if layout == "inside" else 1
     return [[(replica + shift * stage) % hosts * each + stage for replica in range(hosts)] for stage in range(each)]
 
 

@@ -145,6 +145,14 @@ def test_translation_is_a_group() -> None:
     assert sorted(translate(ranks, 5, sizes).tolist()) == ranks.tolist()
 
 
+def test_coordinates_of_two_move_as_all_others_do() -> None:
+    sizes, ranks, by = (2, 1, 2, 2), np.arange(8)[:, None], np.arange(8)
+    moved = translate(ranks, by, sizes)
+    assert moved.tolist() == translate(ranks, by, sizes, sign=-1).tolist()
+    coordinates = [[(r >> k & 1) ^ (b >> k & 1) for k in range(3)] for r in range(8) for b in range(8)]
+    assert moved.ravel().tolist() == [a + 2 * b + 4 * c for a, b, c in coordinates]
+
+
 def test_a_cluster_without_the_symmetry_is_refused() -> None:
     with pytest.raises(InvalidInput, match="does not look the same from every device"):
         link_orbits(Cluster.preset("mesh", nodes=9), (9,))

@@ -52,13 +52,20 @@ def link_orbits(cluster: Cluster, sizes: tuple[int, ...], *, local: int = 1) -> 
         ranks, devices = local * copies, cluster.num_devices
         raise InvalidInput(f"symmetry: {ranks} ranks do not fill the {devices} devices of {cluster.name}")
     kind = _classes(cluster)
+    key = _end_keys(cluster, np.arange(cluster.num_nodes), kind)
+    sorted_by = np.argsort(key, kind="stable")
     orbit = np.arange(cluster.num_links, dtype=np.int64)
     stride = local
     for size in sizes:
         if size > 1:
             device = np.arange(cluster.num_devices, dtype=np.int64)
             step = np.where(device // stride % size == size - 1, (1 - size) * stride, stride)
-            moved = _move_links(cluster, _move_nodes(cluster, device + step, kind), kind)
+            there = _end_keys(cluster, _move_nodes(cluster, device + step, kind), kind)
+            after = np.argsort(there, kind="stable")
+            if not np.array_equal(key[sorted_by], there[after]):
+                raise _not_symmetric(cluster)
+            moved = np.empty(cluster.num_links, np.int64)
+            moved[after] = sorted_by
             for _ in range((size - 1).bit_length()):  # each pass lets the least number of an orbit go twice as far
                 orbit = np.minimum(orbit, orbit[moved])
                 moved = moved[moved]
@@ -104,7 +111,7 @@ def _move_nodes(cluster: Cluster, device: Ints, kind: Ints) -> Ints:
     """The image of each node when device d moves to ``device[d]``; switches and NICs follow their neighbours.
 
     Nodes next to nodes with a known image are identified by the known nodes and link classes around them, as sums of
-    scrambled numbers; that these are links of the same classes is checked afterwards (`_move_links`). Nodes that look
+    scrambled numbers; that these are links of the same classes is checked afterwards (`_end_keys`). Nodes that look
     alike, such as the spines of a fabric, are exchanged in the order of their numbers.
     """
     nodes = cluster.num_nodes
@@ -138,20 +145,10 @@ def _scrambled(node: NDArray[np.integer], what: Ints) -> NDArray[np.uint64]:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def _move_links(cluster: Cluster, node: Ints, kind: Ints) -> Ints:
-    before = np.lexsort((kind, cluster.link_dst, cluster.link_src))
-    src, dst = node[cluster.link_src], node[cluster.link_dst]
-    after = np.lexsort((kind, dst, src))
-    alike = (
-        np.array_equal(cluster.link_src[before], src[after])
-        and np.array_equal(cluster.link_dst[before], dst[after])
-        and np.array_equal(kind[before], kind[after])
-    )
-    if not alike:
-        raise _not_symmetric(cluster)
-    moved = np.empty(cluster.num_links, np.int64)
-    moved[after] = before
-    return moved
+def _end_keys(cluster: Cluster, node: Ints, kind: Ints) -> Ints:
+    """A number for each link's ends, which move to `node`, and its class; links with equal numbers are parallel."""
+    keys: Ints = (node[cluster.link_src] * cluster.num_nodes + node[cluster.link_dst]) * (int(kind.max(initial=0)) + 1)
+    return keys + kind
 
 
 def _not_symmetric(cluster: Cluster) -> InvalidInput:

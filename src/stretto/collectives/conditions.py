@@ -254,8 +254,8 @@ def _csr(what: str, rows: Iterable[NDArray[np.int64]]) -> Csr:
         ptr.append(ptr[-1] + len(row))
         if ptr[-1] > MAX_ENTRIES:
             raise InvalidInput(f"ranks, chunks: the buffers of {what} hold over {MAX_ENTRIES} chunks")
-        kept.append(row.astype(np.int32))
-    return np.array(ptr, np.int64), np.concatenate(kept)
+        kept.append(row)
+    return np.array(ptr, np.int64), np.concatenate(kept).astype(np.int32)
 
 
 def _validate(collective: Collective) -> None:

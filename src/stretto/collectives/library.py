@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InvalidInput
-from .conditions import Collective, as_ranks, from_buffers
+from .conditions import MAX_ENTRIES, Collective, as_ranks, from_buffers
 from .implicit import ImplicitCollective
 
 Ranks = int | Sequence[int]
@@ -118,14 +118,15 @@ def AllReduce(ranks: Ranks, *, chunks: int | None = None, in_place: bool = False
 
 
 def _all_reduce(devices: tuple[int, ...], pieces: int, in_place: bool) -> Collective:
+    tensor = _whole(pieces if pieces <= MAX_ENTRIES else 0)  # too many are refused below
     return from_buffers(
         "all_reduce",
         devices,
         chunks=pieces,
         num_chunks=pieces,
         share=1 / max(pieces, 1),
-        inputs=lambda r: _whole(pieces),
-        outputs=lambda r: _whole(pieces),
+        inputs=lambda r: tensor,
+        outputs=lambda r: tensor,
         in_place=in_place,
     )
 

@@ -40,6 +40,9 @@ def translate(rank: ArrayLike, by: ArrayLike, sizes: tuple[int, ...], *, sign: i
     if len(sizes) == 1:
         moved: Ints = np.asarray((a + sign * b) % sizes[0])
         return moved
+    if max(sizes, default=1) == 2:  # halving and doubling: coordinates are bits
+        flipped: Ints = np.asarray((a ^ b) & (prod(sizes) - 1))
+        return flipped
     result = np.zeros(np.broadcast_shapes(a.shape, b.shape), np.int64)
     stride = 1
     for size in sizes:
