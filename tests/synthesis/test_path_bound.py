@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import heapq
 import random
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -22,10 +24,10 @@ from stretto.synthesis.path_bound import path_bound
 NDV2 = Cluster.preset("ndv2")
 
 
-def drawn_box(seed: int) -> Cluster:
-    """Four to six GPUs on two PCIe switches and two sockets, some pairs of which have one or two NVLinks."""
+def drawn_box(seed: int, gpus: int = 0) -> Cluster:
+    """Four to six GPUs (or so many) on two sockets, some pairs of which have one or two NVLinks."""
     draw = random.Random(seed)
-    gpus = draw.randint(4, 6)
+    gpus = gpus or draw.randint(4, 6)
     wiring = Wiring(numbered("gpu", gpus), hosts=0)
     cpus = wiring.add(numbered("cpu", 2), kind="switch", hosts=0)
     for a in range(gpus):
@@ -115,6 +117,48 @@ def test_the_bound_is_that_of_flows_and_no_program_beats_it(seed: int, kind: str
         ran = simulate(algorithm(name, kind, n), cluster, nbytes=1e9)
         assert ran.total_us >= bound.total_us * (1 - 1e-9)
         assert bound.weights @ ran.link_bytes[bound.links] >= bound.demand_bytes * (1 - 1e-9)
+
+
+def sums_of(held: frozenset[int]) -> frozenset[int]:
+    """All partial sums (sets of ranks, as bits) that a rank can make of those it holds."""
+    made, grown = set(held), True
+    while grown:
+        more = {a | b for a, b in combinations(made, 2) if not a & b} - made
+        grown = bool(more)
+        made |= more
+    return frozenset(made)
+
+
+def cheapest_all_reduce(cost: dict[tuple[int, int], float], n: int) -> float:
+    """The least that any program pays for one byte: a search over what every rank can make."""
+    every = (1 << n) - 1
+    start = tuple(frozenset([1 << rank]) for rank in range(n))
+    paid, number, queue = {start: 0.0}, 0, [(0.0, 0, start)]
+    while queue:
+        so_far, _, state = heapq.heappop(queue)
+        if all(every in held for held in state):
+            return so_far
+        for (a, b), price in cost.items():
+            for part in state[a] - state[b]:
+                after = (*state[:b], sums_of(state[b] | {part}), *state[b + 1 :])
+                if so_far + price < paid.get(after, np.inf) - 1e-15:
+                    paid[after] = so_far + price
+                    number += 1
+                    heapq.heappush(queue, (so_far + price, number, after))
+    raise AssertionError("no program")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_all_reduce_of_three_ranks_pays_less_than_the_bound_says(seed: int) -> None:
+    """At the bound's own prices of links, of all programs that there are."""
+    cluster = drawn_box(seed, gpus=3)
+    bound = path_bound(AllReduce(3), cluster, 1.0)
+    price = dict(zip(bound.links.tolist(), bound.weights.tolist(), strict=True))
+    paths = TreeLinks(cluster, (0, 1, 2), reverse=False)
+    cost = {
+        pair: sum(price.get(link, 0.0) for link in route) for pair, route in zip(paths.pairs, paths.routes, strict=True)
+    }
+    assert cheapest_all_reduce(cost, 3) >= bound.demand_bytes * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(
