@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -146,7 +147,7 @@ def test_a_switch_that_adds_up_moves_what_its_links_carry() -> None:
 
 
 @pytest.mark.parametrize("make", [AllReduce, Broadcast])
-def test_switch_channels_are_chosen_where_the_cluster_has_them(make: type[Collective]) -> None:
+def test_switch_channels_are_chosen_where_the_cluster_has_them(make: Callable[..., Collective]) -> None:
     wanted = make(4, in_place=True)
     plain = Cluster.load("hosts: 1, gpus: 4 x h200")
     for cluster, uses in ((plain, False), (plain.with_multicast(), True)):

@@ -40,7 +40,16 @@ class BoxCopy:
 
     @classmethod
     def between(cls, source: torch.Tensor, target: int, *, reverse: bool = False) -> BoxCopy:
-        """A copy of a tensor to contiguous memory at an address; with `reverse` from there into the tensor."""
+        """A copy of a tensor to contiguous memory at an address.
+
+        Args:
+            source: The tensor.
+            target: The address.
+            reverse: Whether to copy from there into the tensor instead.
+
+        Returns:
+            The copy.
+        """
         size = source.element_size()
         strides = tuple(int(stride) * size for stride in source.stride())
         packed, dense = [], size
