@@ -6,9 +6,9 @@ packed trees in very many pieces, those of an all-reduce also as two halves); `a
 search on the runtime; `time_us` is what is chosen with the runtime's prices, on the runtime. At 1 GB that should be
 hardly more than `links_us` (`over_links`), and for small sizes far less than `as_streams_us`. Two optima stand beside
 it: `bound_us` is what no program beats on the links (`over_bound`), `paths_us` what no program beats whose messages go
-from rank to rank by the route that the memory of a GPU takes (`over_paths`; not for all-to-alls): a program for the
-links alone may also send by other routes, a plan cannot. `in_reach` says whether any plan at all can be within 5 % of
-`links_us`: "no" where `paths_us` is more than that above it.
+from rank to rank by the route that the memory of a GPU takes (`over_paths`): a program for the links alone may also
+send by other routes, a plan cannot. `in_reach` says whether any plan at all can be within 5 % of `links_us`: "no" where
+`paths_us` is more than that above it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from common import Row, common_options, finish
 
 from stretto import AllGather, AllReduce, AllToAll, Cluster, Collective, ReduceScatter, synthesize
-from stretto.errors import Infeasible, StrettoError
+from stretto.errors import StrettoError
 from stretto.simulator import lower_bound, simulate
 from stretto.synthesis import forest
 from stretto.synthesis.path_bound import path_bound
@@ -59,14 +59,6 @@ def links_alone_us(wanted: Collective, cluster: Cluster, nbytes: int, found_us: 
     return min(found_us, packed_us(wanted.kind), *halves)
 
 
-def paths_alone_us(wanted: Collective, cluster: Cluster, nbytes: int) -> float | None:
-    """What no program over the routes of GPU memory beats, where that is known."""
-    try:
-        return path_bound(wanted, cluster, nbytes).total_us
-    except Infeasible:
-        return None
-
-
 def main() -> None:
     """Print one row for each cluster, collective and size."""
     parser = common_options(__doc__)
@@ -85,7 +77,7 @@ def main() -> None:
                 found = synthesize(wanted, cluster, nbytes, runtime=RUNTIME, budget_s=2 * args.budget, cache=False)
                 links_us = links_alone_us(wanted, cluster, nbytes, links.time_us)
                 bound_us = lower_bound(wanted, cluster, nbytes).total_us
-                paths_us = paths_alone_us(wanted, cluster, nbytes) if nbytes > SMALL else None
+                paths_us = path_bound(wanted, cluster, nbytes).total_us if nbytes > SMALL else None
                 took = found.certificate.lowered_us or 0.0
                 row: Row = {
                     "case": f"{name} {wanted.kind}", "nbytes": nbytes, "links_us": links_us,

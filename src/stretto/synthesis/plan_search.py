@@ -261,9 +261,11 @@ def loop_forms(program: Program, nbytes: float, most: int) -> list[PlanForm]:
     Returns:
         Up to five forms.
     """
-    longest = _longest(runs_of(program), most)
+    runs = runs_of(program)
+    longest = 0 if program.collective.kind == "all_to_all" else _longest(runs, most)
     at_once = PlanForm(streams=min(most, program.collective.num_chunks), longest=longest)
-    share = float(program.collective.chunk_share[0]) * nbytes * max(1, longest)
+    together = max(runs) if program.collective.kind == "all_to_all" else max(1, longest)
+    share = float(program.collective.chunk_share[0]) * nbytes * together
     loops = [loop for loop in (int(share / turns) // 16 * 16 for turns in TREE_TURNS) if loop >= LEAST_LOOP]
     halves = (1, 0) if program.reduce.any() and not program.reduce.all() else (0,)
     if longest:
