@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from ...errors import InvalidInput, VerificationError
 
-MAX_THREADS = 8192
+MAX_THREADS = 9500
+"""As many as 16 ranks have that run 64 threadblocks, each with operations that use 8 channels."""
 MAX_CELLS = 1 << 24
 
 Clock = NDArray[np.int32]
