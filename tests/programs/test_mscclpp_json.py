@@ -622,7 +622,7 @@ def test_plans_too_large_to_run_are_refused_before_memory_is_taken() -> None:
         for tb in gpu["threadblocks"][3:]:
             tb["ops"] = [{"name": "sem_acquire", "semaphore_ids": list(range(16))}]
         gpu["semaphores"] = [{"init_value": 0}] * 16
-    with pytest.raises(InvalidInput, match="too large to run here, with 32686 threads"):
+    with pytest.raises(InvalidInput, match="too large to run here, with 34728 threads"):
         check_plan(loads(json.dumps(plan)))
 
 

@@ -182,6 +182,40 @@ def test_a_shifted_place_is_noticed() -> None:
     assert noticed > 8
 
 
+def test_loops_that_turn_more_often_than_their_peers_are_noticed() -> None:
+    plan = json.loads(dumps(algorithm("ring", "all_gather", 3), form=PlanForm(loop_bytes=64)))
+    (loop,) = (op for op in plan["gpus"][1]["threadblocks"][0]["ops"] if op["name"] == "pipeline")
+    for unit in (32, 128):
+        loop["iter_context"]["unit_size"] = unit
+        with pytest.raises(VerificationError):
+            check_plan(loads(json.dumps(plan)), seeds=[0])
+
+
+def test_threads_that_serve_no_channel_wait_for_nobody() -> None:
+    """With as many threads as channels each of them would wait by itself; a threadblock has more."""
+    plan = json.loads(dumps(algorithm("direct", "all_reduce", 3, in_place=True)))
+    ops = plan["gpus"][1]["threadblocks"][0]["ops"]
+    assert [op["name"] for op in ops[1:4]] == ["rlxwait", "nop", "rres"]
+    ops[1:3] = [ops[2], ops[1]]
+    with pytest.raises(VerificationError, match="race"):
+        check_plan(loads(json.dumps(plan)), seeds=[0])
+
+
+def test_data_that_threads_pass_on_without_meeting_is_a_race() -> None:
+    """However many operations lie between: any thread may have any element."""
+    plan = json.loads(dumps(algorithm("direct", "all_to_all", 3, in_place=True), form=PlanForm(protocol="LL")))
+    found = 0
+    for gpu in plan["gpus"]:
+        for ops in (tb["ops"] for tb in gpu["threadblocks"]):
+            for k in [k for k, op in enumerate(ops) if op["name"] == "nop"]:
+                meeting = ops.pop(k)
+                with pytest.raises(VerificationError, match="race"):
+                    check_plan(loads(json.dumps(plan)), seeds=[0])
+                ops.insert(k, meeting)
+                found += 1
+    assert found
+
+
 def test_packets_in_single_scratch_are_overwritten() -> None:
     plan = json.loads(dumps(algorithm("direct", "all_gather", 3), form=PlanForm(protocol="LL")))
     plan["use_double_scratch_buffer"] = False

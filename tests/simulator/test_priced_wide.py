@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from stretto import AllReduce, Cluster, ReduceScatter, synthesize
+from stretto import AllReduce, Broadcast, Cluster, Collective, ReduceScatter, synthesize
 from stretto.algorithms import algorithm
 from stretto.errors import InvalidInput
+from stretto.programs.formats import mscclpp_wide
+from stretto.programs.formats.mscclpp_reader import check_plan, loads
 from stretto.programs.formats.mscclpp_wide import PlanForm
 from stretto.programs.lowered import OPS
 from stretto.programs.wide import widen
@@ -131,3 +134,25 @@ def test_one_graph_tells_the_time_with_other_prices() -> None:
         graph = wide_graph(direct, cluster, nbytes=1e5, form=form, runtime=runtime)
         assert graph.total_us(dearer) == wide_time_us(direct, cluster, nbytes=1e5, form=form, runtime=dearer)
         assert graph.total_us() == wide_time_us(direct, cluster, nbytes=1e5, form=form, runtime=runtime)
+
+
+def test_a_switch_that_adds_up_moves_what_its_links_carry() -> None:
+    """Of every byte each rank sends up its own part and what it has had added up, and takes in as much."""
+    cluster, direct = Cluster.load("dgx_h200+multicast"), algorithm("direct", "all_reduce", 8, in_place=True)
+    form = PlanForm(streams=8, slices=8, multicast=1)
+    took = wide_time_us(direct, cluster, nbytes=1e9, form=form, runtime="mscclpp:h200")
+    assert took == pytest.approx(1e9 * (1 + 1 / 8) / 450e3, rel=0.01)
+    with pytest.raises(InvalidInput, match="multicast: no switch of dgx_h200:1"):
+        wide_time_us(direct, Cluster.preset("dgx_h200"), nbytes=1e9, form=form, runtime="mscclpp:h200")
+
+
+@pytest.mark.parametrize("make", [AllReduce, Broadcast])
+def test_switch_channels_are_chosen_where_the_cluster_has_them(make: Callable[..., Collective]) -> None:
+    wanted = make(4, in_place=True)
+    plain = Cluster.load("hosts: 1, gpus: 4 x h200")
+    for cluster, uses in ((plain, False), (plain.with_multicast(), True)):
+        found = synthesize(wanted, cluster, 1e8, runtime="mscclpp:h200", makers=["library:direct"], cache=False)
+        assert found.lowering is not None and found.lowering.form is not None
+        text = mscclpp_wide.dumps(found.plain, form=found.lowering.form)
+        assert found.certificate.by_switch == uses == ('"switch"' in text)
+        check_plan(loads(text), seeds=[1])

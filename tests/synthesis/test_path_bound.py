@@ -3,29 +3,37 @@
 
 from __future__ import annotations
 
+import heapq
 import random
+from itertools import combinations
 
 import numpy as np
 import pytest
 
-from stretto import AllGather, AllReduce, AllToAll, Cluster, ReduceScatter
+from stretto import AllGather, AllReduce, AllToAll, Broadcast, Cluster, ReduceScatter
 from stretto.algorithms import algorithm
 from stretto.cluster.wiring import Wiring, numbered
 from stretto.errors import Infeasible
+from stretto.programs.formats import mscclpp_wide
+from stretto.programs.formats.mscclpp_reader import check_plan, loads
 from stretto.simulator import lower_bound, simulate
+from stretto.simulator.priced_wide import wide_time_us
 from stretto.solvers.linear import LinearProgram
 from stretto.synthesis import forest
 from stretto.synthesis.forest_program import PACES
 from stretto.synthesis.loop_packing import TreeLinks
+from stretto.synthesis.loop_paths import loop_paths
+from stretto.synthesis.loop_trees import loop_trees
 from stretto.synthesis.path_bound import path_bound
+from stretto.synthesis.plan_search import loop_forms
 
 NDV2 = Cluster.preset("ndv2")
 
 
-def drawn_box(seed: int) -> Cluster:
-    """Four to six GPUs on two PCIe switches and two sockets, some pairs of which have one or two NVLinks."""
+def drawn_box(seed: int, gpus: int = 0) -> Cluster:
+    """Four to six GPUs (or so many) on two sockets, some pairs of which have one or two NVLinks."""
     draw = random.Random(seed)
-    gpus = draw.randint(4, 6)
+    gpus = gpus or draw.randint(4, 6)
     wiring = Wiring(numbered("gpu", gpus), hosts=0)
     cpus = wiring.add(numbered("cpu", 2), kind="switch", hosts=0)
     for a in range(gpus):
@@ -70,6 +78,15 @@ class FlowProgram:
                     model.row(at, sign, lower=float(v == sink), upper=float(v == sink))
         self.sent.append(sent)
 
+    def paths_from(self, root: int) -> None:
+        """A flow from a root that leaves one byte with every other rank."""
+        pairs, model = self.paths.pairs, self.model
+        flow = [model.column() for _ in pairs]
+        for v in (v for v in range(self.n) if v != root):
+            at = [f for f, pair in zip(flow, pairs, strict=True) if v in pair]
+            model.row(at, [1.0 if pair[1] == v else -1.0 for pair in pairs if v in pair], lower=1.0, upper=1.0)
+        self.sent.append(flow)
+
     def us(self, nbytes: float) -> float:
         """The least time in which every link carries what is sent over it."""
         for link in range(self.paths.per_share.shape[1]):
@@ -82,7 +99,12 @@ class FlowProgram:
 
 def flow_us(kind: str, cluster: Cluster) -> float:
     """The bound by flows, for 1 GB."""
-    program, n = FlowProgram(cluster, reverse=kind != "all_gather"), cluster.num_devices
+    n = cluster.num_devices
+    program = FlowProgram(cluster, reverse=kind in ("reduce_scatter", "all_reduce"))
+    if kind == "all_to_all":
+        for root in range(n):
+            program.paths_from(root)
+        return program.us(1e9 / n)
     if kind != "all_reduce":
         for root in range(n):
             program.tree(root, None)
@@ -100,7 +122,7 @@ def flow_us(kind: str, cluster: Cluster) -> float:
     return program.us(1e9)
 
 
-MAKES = {"all_gather": AllGather, "reduce_scatter": ReduceScatter, "all_reduce": AllReduce}
+MAKES = {"all_gather": AllGather, "reduce_scatter": ReduceScatter, "all_reduce": AllReduce, "all_to_all": AllToAll}
 
 
 @pytest.mark.parametrize("kind", list(MAKES))
@@ -111,10 +133,52 @@ def test_the_bound_is_that_of_flows_and_no_program_beats_it(seed: int, kind: str
     bound = path_bound(MAKES[kind](n), cluster, 1e9)
     assert bound.total_us == pytest.approx(flow_us(kind, cluster), rel=1e-6)
     assert bound.total_us >= lower_bound(MAKES[kind](n), cluster, 1e9).bandwidth_us * (1 - 1e-9) or kind == "all_reduce"
-    for name in ("direct", "ring"):
+    for name in ("direct", "pairwise" if kind == "all_to_all" else "ring"):
         ran = simulate(algorithm(name, kind, n), cluster, nbytes=1e9)
         assert ran.total_us >= bound.total_us * (1 - 1e-9)
         assert bound.weights @ ran.link_bytes[bound.links] >= bound.demand_bytes * (1 - 1e-9)
+
+
+def sums_of(held: frozenset[int]) -> frozenset[int]:
+    """All partial sums (sets of ranks, as bits) that a rank can make of those it holds."""
+    made, grown = set(held), True
+    while grown:
+        more = {a | b for a, b in combinations(made, 2) if not a & b} - made
+        grown = bool(more)
+        made |= more
+    return frozenset(made)
+
+
+def cheapest_all_reduce(cost: dict[tuple[int, int], float], n: int) -> float:
+    """The least that any program pays for one byte: a search over what every rank can make."""
+    every = (1 << n) - 1
+    start = tuple(frozenset([1 << rank]) for rank in range(n))
+    paid, number, queue = {start: 0.0}, 0, [(0.0, 0, start)]
+    while queue:
+        so_far, _, state = heapq.heappop(queue)
+        if all(every in held for held in state):
+            return so_far
+        for (a, b), price in cost.items():
+            for part in state[a] - state[b]:
+                after = (*state[:b], sums_of(state[b] | {part}), *state[b + 1 :])
+                if so_far + price < paid.get(after, np.inf) - 1e-15:
+                    paid[after] = so_far + price
+                    number += 1
+                    heapq.heappush(queue, (so_far + price, number, after))
+    raise AssertionError("no program")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_all_reduce_of_three_ranks_pays_less_than_the_bound_says(seed: int) -> None:
+    """At the bound's own prices of links, of all programs that there are."""
+    cluster = drawn_box(seed, gpus=3)
+    bound = path_bound(AllReduce(3), cluster, 1.0)
+    price = dict(zip(bound.links.tolist(), bound.weights.tolist(), strict=True))
+    paths = TreeLinks(cluster, (0, 1, 2), reverse=False)
+    cost = {
+        pair: sum(price.get(link, 0.0) for link in route) for pair, route in zip(paths.pairs, paths.routes, strict=True)
+    }
+    assert cheapest_all_reduce(cost, 3) >= bound.demand_bytes * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -136,5 +200,26 @@ def test_ndv2_is_out_of_reach_of_plans(kind: str, socket_gb_per_s: float) -> Non
 
 
 def test_what_has_no_such_bound_is_refused() -> None:
-    with pytest.raises(Infeasible, match="not all_to_all"):
-        path_bound(AllToAll(8), NDV2, 1e9)
+    with pytest.raises(Infeasible, match="not broadcast"):
+        path_bound(Broadcast(8), NDV2, 1e9)
+
+
+def test_an_all_to_all_on_ndv2_is_near_what_its_paths_allow() -> None:
+    bound = path_bound(AllToAll(8), NDV2, 1e9)
+    assert bound.total_us == pytest.approx(flow_us("all_to_all", NDV2), rel=1e-6)
+    made = list(loop_trees(AllToAll(8), NDV2, most=80))
+    assert len(made) == 3
+    for program in made:
+        load = simulate(program, NDV2, nbytes=1e9).link_bytes / NDV2.link_gb_per_s / 1e3
+        assert bound.total_us * (1 - 1e-9) <= load.max() <= 1.02 * bound.total_us
+    form = max(loop_forms(made[0], 1e9, 80), key=lambda form: form.loop_bytes)
+    assert wide_time_us(made[0], NDV2, nbytes=1e9, form=form, runtime="mscclpp:h200") < 1.05 * bound.total_us
+
+
+def test_paths_of_drawn_boxes_are_programs_whose_plans_are_right() -> None:
+    for seed in range(4):
+        cluster = drawn_box(seed)
+        program = loop_paths(AllToAll(cluster.num_devices), cluster, shares=6, detour=1e-5)
+        program.verify()
+        for form in loop_forms(program, 1e8, 80):
+            check_plan(loads(mscclpp_wide.dumps(program, form=form)), seeds=[seed])

@@ -23,6 +23,7 @@ from ..planner.buckets import BucketPrediction, best_of, compare_buckets
 from ..planner.compare import diff as compare
 from ..planner.costs.costs import CostModel, SimulatedCosts, simulated_costs
 from ..planner.costs.measured import LayeredCosts, MeasuredCosts, read_measurements
+from ..planner.costs.priced import PricedCosts
 from ..planner.costs.providers import providers_for, saved
 from ..planner.plan import Plan
 from ..planner.schedule.retime import retime as retimed
@@ -42,6 +43,7 @@ from .options import (
     JsonOption,
     OptionalCluster,
     OptionalWorkload,
+    RuntimeOption,
     SeedOption,
     TraceOption,
     WorkloadOption,
@@ -117,6 +119,7 @@ def plan(
     tuner: TunerOption = None,
     plugin: PluginOption = "stretto",
     costs: CostsOption = None,
+    runtime: RuntimeOption = None,
     synthesize: SynthesizeOption = 0.0,
     buckets: BucketsOption = None,
     against: Annotated[
@@ -145,6 +148,7 @@ def plan(
     Examples:
       stretto plan -w dlrm:A2 -c hgx2:16 -o plan.json --html plan.html
       stretto plan -w step.yaml -c dgx_a100:4 --tuner nccl.csv
+      stretto plan -w step.yaml -c dgx_h200 --runtime stretto-gpu:h200
       stretto plan -w step.yaml -c dgx_a100:4 --buckets 1M,4M,25M
       stretto plan show plan.json
       stretto plan explain plan.json a2a-emb-fwd
@@ -160,7 +164,10 @@ def plan(
     if plugin not in PLUGINS:
         raise InvalidInput(f"--tuner-plugin: {unknown('plugin', plugin, PLUGINS)}")
     machine, step = Cluster.load(cluster), Workload.load(workload)
-    model = _costs(costs, machine)
+    priced = None
+    if runtime is not None:
+        priced = PricedCosts(machine, runtime, providers=providers_for(machine, synthesis_s=synthesize, seed=seed))
+    model = _costs(costs, machine, priced) or priced
     with search_progress() as tell:
         found = api.plan(
             step, machine, budget_s=budget, steps=steps, seed=seed, costs=model,
@@ -371,7 +378,7 @@ def retime(
     files.tell()
 
 
-def _costs(given: str | None, cluster: Cluster) -> CostModel | None:
+def _costs(given: str | None, cluster: Cluster, otherwise: CostModel | None = None) -> CostModel | None:
     """The cost model of ``--costs``: a file, and what it does not say itself."""
     if given is None:
         return None
@@ -392,7 +399,7 @@ def _costs(given: str | None, cluster: Cluster) -> CostModel | None:
         path, collective=said.get("collective"), algorithm=said.get("algorithm"), nranks=int(nranks) or None,
         channels=said["channels"].split("+") if "channels" in said else (),
     )  # fmt: skip
-    return LayeredCosts(MeasuredCosts(cluster, rows), simulated_costs(cluster))
+    return LayeredCosts(MeasuredCosts(cluster, rows), otherwise or simulated_costs(cluster))
 
 
 @contextmanager

@@ -457,6 +457,8 @@ def _print_candidates(console: Console, found: Synthesis, table: ResultTable, ev
     console.print(source, style="dim")
     if found.lowering is not None:
         console.print(Text(_lowering_text(found.lowering, certificate)), soft_wrap=True)
+        if certificate.by_switch:
+            console.print("a switch adds up and copies: proved by the reader, not run on a GPU, its price not measured")
         if certificate.cut:
             console.print(Text(f"with more time another plan may be found: {certificate.cut}"), soft_wrap=True)
         if certificate.unfit_for_old:

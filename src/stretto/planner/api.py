@@ -15,7 +15,7 @@ from typing import Any
 from ..cluster import Cluster
 from ..errors import InvalidInput, PlanMismatch, unknown
 from ..programs.formats.text import dumps
-from ..simulator import Timeline
+from ..simulator import Runtime, Timeline
 from ..units import check_seed
 from ..workload import Workload
 from .algebra.options import problem as make_problem
@@ -137,6 +137,7 @@ def plan(
     steps: int | None = None,
     seed: int = 0,
     costs: CostModel | None = None,
+    runtime: Runtime | str | Path | None = None,
     synthesis_s: float = 0.0,
     systems: tuple[str, ...] = tuple(BASELINES),
     retime: bool = True,
@@ -159,6 +160,8 @@ def plan(
         steps: number of search steps, >= 1, instead of a time budget; None uses `budget_s`.
         seed: seed of all searches, >= 0.
         costs: the cost model; None simulates.
+        runtime: what carries the motifs out, its name or its file: the price of its instructions is added to what the
+            links take (`planner.costs.priced`). None: links alone. Not with `costs`.
         synthesis_s: seconds for each algorithm that is synthesized for this cluster; 0 synthesizes none. Not used with
             `costs`.
         systems: names of the baselines to compare with.
@@ -187,8 +190,7 @@ def plan(
             budget_s,
             steps,
             seed,
-            costs,
-            synthesis_s,
+            _model(cluster, costs, runtime, synthesis_s, seed),
             systems,
             retime,
             least_gain,
@@ -198,16 +200,11 @@ def plan(
 
 
 def _plan(
-    workload: Workload, cluster: Cluster, budget_s: float, steps: int | None, seed: int, costs: CostModel | None,
-    synthesis_s: float, systems: tuple[str, ...], retime: bool, least_gain: float, branches: int,
-    progress: Progress | None,
+    workload: Workload, cluster: Cluster, budget_s: float, steps: int | None, seed: int, model: CostModel,
+    systems: tuple[str, ...], retime: bool, least_gain: float, branches: int, progress: Progress | None,
 ) -> PlanResult:  # fmt: skip
     tell = progress or (lambda message, fraction: None)
     time_left = _Budget(budget_s, limited=steps is None)
-    model = costs
-    if model is None:
-        providers = providers_for(cluster, synthesis_s=synthesis_s, seed=seed)
-        model = SimulatedCosts(cluster, providers=providers) if providers else simulated_costs(cluster)
     tell("costing options", 0.0)
     least_s = LEAST_COSTING_S if len(workload.ops) <= REDUCE_FROM else 0.0
     problem = make_problem(
@@ -247,6 +244,22 @@ def _plan(
         search=replace(found, schedule=best.schedule, others=()) if compared.reduces else found,
         make_plain=lambda: compared.expanded(PLAIN, compared.plain), link_level_us=link_level_us,
     )  # fmt: skip
+
+
+def _model(
+    cluster: Cluster, costs: CostModel | None, runtime: Runtime | str | Path | None, synthesis_s: float, seed: int
+) -> CostModel:
+    """The cost model of a planning run."""
+    if costs is not None:
+        if runtime is not None:
+            raise InvalidInput("runtime: is for simulated costs; leave it out with costs, or give `PricedCosts`")
+        return costs
+    providers = providers_for(cluster, synthesis_s=synthesis_s, seed=seed)
+    if runtime is not None:
+        from .costs.priced import PricedCosts
+
+        return PricedCosts(cluster, runtime, providers=providers)
+    return SimulatedCosts(cluster, providers=providers) if providers else simulated_costs(cluster)
 
 
 def _check(

@@ -39,6 +39,10 @@ class PricedStep:
     inward: tuple[tuple[int, float], ...] = ()
     """The bytes that come from the memory of each peer."""
     outward: tuple[tuple[int, float], ...] = ()
+    through: tuple[tuple[int, float], ...] = ()
+    """The bytes on each link of a switch that adds up or copies for it."""
+    memories: int = 1
+    """How many times over a switch touches the memory of a GPU for it."""
     waits: int = 0
     """The signals that it waits for."""
     joined: bool = False
@@ -92,6 +96,8 @@ class PriceGraph:
     after: list[Sequence[int]] = field(default_factory=list)
     message: list[tuple[int, int, int, float]] = field(default_factory=list)
     """The event, the ranks and the bytes of each message."""
+    on_link: list[tuple[int, int, float]] = field(default_factory=list)
+    """The event, the link and the bytes of what a switch adds up or copies."""
     sharing: int = 1
     """How many ranks share one GPU, whose memory then is all of their links."""
     launch: list[int] = field(default_factory=list)
@@ -119,7 +125,7 @@ class PriceGraph:
         Returns:
             Its events.
         """
-        shape = replace(step, rank=0, inward=(), outward=())
+        shape = replace(step, rank=0, inward=(), outward=(), through=())
         begun = self.event(EventCost("step", step=shape), after)
         if packets:
             begun = self.event(FREE, [begun, *packets])
@@ -136,6 +142,9 @@ class PriceGraph:
                 done.append(event)
                 if not inward:
                     sent[peer] = event
+        for link, nbytes in step.through:
+            self.on_link.append((self.event(FREE, [begun]), link, nbytes))
+            done.append(self.on_link[-1][0])
         return StepEvents(begun, tuple(done), sent)
 
     def delay_us(self, cost: EventCost, p: Runtime) -> float:
@@ -173,7 +182,7 @@ class PriceGraph:
             held = self.nbytes * self.sharing * (1 if self.collective.in_place else 2) * factor
             cached = min(1.0, p.cache_mb * 1e6 / held)
         per_byte = (1 - cached) / p.memory_gb_per_s + (cached / p.cache_gb_per_s if cached else 0.0)
-        memory = step.nbytes * touched * self.sharing * self.beside * per_byte / 1e3
+        memory = step.nbytes * touched * step.memories * self.sharing * self.beside * per_byte / 1e3
         return float((work**SOFT + memory**SOFT) ** (1 / SOFT))
 
     def total_us(self, prices: Runtime | None = None) -> float:
@@ -190,13 +199,20 @@ class PriceGraph:
     @cached_property
     def _run(self) -> tuple[dict[str, Any], list[EventCost], np.ndarray]:
         """What is simulated, the different costs, and that of each event; messages come behind what has no links."""
-        events, moved = len(self.cost), {event for event, *_ in self.message}
+        travels = [event for event, *_ in (*self.message, *self.on_link)]
+        events, moved = len(self.cost), set(travels)
         quiet = [e for e in range(events) if e not in moved]
-        number = {e: k for k, e in enumerate([*quiet, *(event for event, *_ in self.message)])}
+        number = {e: k for k, e in enumerate([*quiet, *travels])}
         device = np.array(self.collective.ranks, np.int32)
         src, dst = (np.array([m[k] for m in self.message], np.int32) for k in (1, 2))
         nbytes = np.array([m[3] for m in self.message], np.float64)
         _, route, ptr, links = routes_between(device[src], device[dst], nbytes, self.cluster)
+        # What a switch does for a rank takes one link at a time.
+        lone = np.arange(len(self.on_link))
+        route = np.concatenate([route, len(ptr) - 1 + lone])
+        ptr = np.concatenate([ptr, ptr[-1] + 1 + lone])
+        links = np.concatenate([links, np.array([m[1] for m in self.on_link], links.dtype)])
+        nbytes = np.concatenate([nbytes, np.array([m[2] for m in self.on_link], np.float64)])
         order = np.argsort([number[e] for e in range(events)])
         rows = [[number[a] for a in self.after[e]] for e in order.tolist()]
         after = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)

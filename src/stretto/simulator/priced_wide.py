@@ -12,10 +12,12 @@ from ..cluster import Cluster
 from ..errors import InvalidInput
 from ..programs import Program
 from ..programs.formats.mscclpp_wide import PlanForm, widen_in
+from ..programs.formats.mscclpp_wide_ops import switched
 from ..programs.formats.mscclpp_wide_sync import StreamSync
 from ..programs.wide import PACKET, WideProgram, WideStep
 from .price_graph import MOST_TURNS, EventCost, PacketArrivals, PricedStep, PriceGraph
 from .runtimes import Runtime, runtime_of
+from .switch_links import SwitchLinks, switch_links
 
 
 def wide_time_us(
@@ -43,7 +45,8 @@ def wide_time_us(
         The time until the last rank is done, in microseconds.
 
     Raises:
-        InvalidInput: The runtime lacks the protocol, or runs fewer threadblocks.
+        InvalidInput: The runtime lacks the protocol, or runs fewer threadblocks, or no switch of the cluster can do
+            what the form leaves to switches.
 
     >>> from stretto.algorithms import algorithm
     >>> direct, cluster = algorithm("direct", "all_reduce", 8), Cluster.preset("dgx_h200")
@@ -71,7 +74,8 @@ def wide_graph(
         The graph.
 
     Raises:
-        InvalidInput: The runtime lacks the protocol, or runs fewer threadblocks.
+        InvalidInput: The runtime lacks the protocol, or runs fewer threadblocks, or no switch of the cluster can do
+            what the form leaves to switches.
     """
     prices = runtime
     prices.protocol(form.protocol)
@@ -80,6 +84,9 @@ def wide_graph(
     most = prices.blocks_on(cluster)
     if most and blocks > most:
         raise InvalidInput(f"form: {blocks} threadblocks are more than the {most} that {prices.name} runs")
+    switch = switch_links(cluster, wide.program.collective.ranks) if form.multicast else None
+    if form.multicast and switch is None:
+        raise InvalidInput(f"form: multicast: no switch of {cluster.name} that joins all ranks adds up and copies")
     graph = PriceGraph(
         collective=wide.program.collective, cluster=cluster, nbytes=nbytes, prices=prices, protocol=form.protocol,
         blocks=blocks, slices=form.slices, threads=form.threads, beside=_beside(wide),
@@ -90,7 +97,7 @@ def wide_graph(
         for stream in range(wide.streams):
             last: list[tuple[int, ...]] = [(event,) for event in graph.launch]
             for steps in wide.phases(stream):
-                last = _signals(graph, steps, form, last)
+                last = _signals(graph, steps, form, last, switch)
     return graph
 
 
@@ -101,7 +108,7 @@ def _beside(wide: WideProgram) -> int:
 
 
 def _priced(graph: PriceGraph, step: WideStep, turns: int = 1, waits: int = 0, joined: bool = False) -> PricedStep:
-    share = float(graph.collective.chunk_share[0]) * graph.nbytes * step.count / turns
+    share = _share(graph, step, turns)
     sides = [
         (sum(cell[1] != PACKET for cell in cells), sum(cell[1] == PACKET for cell in cells))
         for cells in (step.sources, step.targets)
@@ -111,6 +118,29 @@ def _priced(graph: PriceGraph, step: WideStep, turns: int = 1, waits: int = 0, j
         plain_reads=sides[0][0], packet_reads=sides[0][1], plain_writes=sides[1][0], packet_writes=sides[1][1],
         inward=tuple((cell[0], share) for cell in step.sources if cell[0] != step.rank),
         outward=tuple((cell[0], share) for cell in step.targets if cell[0] != step.rank),
+    )  # fmt: skip
+
+
+def _share(graph: PriceGraph, step: WideStep, turns: int) -> float:
+    """The bytes of each place of a step in one turn."""
+    return float(graph.collective.chunk_share[0]) * graph.nbytes * step.count / turns
+
+
+def _by_switch(graph: PriceGraph, step: WideStep, turns: int, waits: int, switch: SwitchLinks) -> PricedStep | None:
+    """A step that a switch carries out: one read and one write, and what all ranks' links carry; None where it cannot.
+
+    What one rank stores the switch copies to all, and what one reads it adds up of all.
+    """
+    ranks = graph.collective.num_ranks
+    found = switched(step, ranks)
+    if found is None:
+        return None
+    share = _share(graph, step, turns)
+    links = [switch.up[step.rank], *switch.down]
+    links += [*switch.up, switch.down[step.rank]] if found[0] is not None else []
+    return PricedStep(
+        rank=step.rank, nbytes=share, waits=waits, plain_reads=1, plain_writes=1, memories=ranks,
+        through=tuple((link, share) for link in links),
     )  # fmt: skip
 
 
@@ -132,7 +162,7 @@ def _packets(graph: PriceGraph, wide: WideProgram) -> None:
 
 
 def _signals(
-    graph: PriceGraph, steps: list[WideStep], form: PlanForm, last: list[tuple[int, ...]]
+    graph: PriceGraph, steps: list[WideStep], form: PlanForm, last: list[tuple[int, ...]], switch: SwitchLinks | None
 ) -> list[tuple[int, ...]]:
     """Add steps behind the events before them of each rank, and return those after which each rank is done."""
     ranks = graph.collective.num_ranks
@@ -152,7 +182,8 @@ def _signals(
             after = list(last[r])
             for q, number in waits:
                 after.append(begun[q, r] if number == 0 else graph.event(meet, done[q, number]))
-            done[r, at[r]] = last[r] = graph.step(_priced(graph, step, turns, len(waits)), after).done
+            priced = _by_switch(graph, step, turns, len(waits), switch) if switch is not None else None
+            done[r, at[r]] = last[r] = graph.step(priced or _priced(graph, step, turns, len(waits)), after).done
     ended = list(last)
     for r in range(ranks):
         heard = [graph.event(meet, last[q]) for q in sync.last_waits(r)]

@@ -23,11 +23,14 @@ from . import forest
 from .forest_program import PACES
 from .forest_trees import Forest
 from .loop_packing import packed_forests
+from .loop_paths import loop_paths
 
 TREES = (1, 2, 3, 4, 5, 6, 8)
 """The most trees of a root, of those that are tried: fewer are fewer steps, more of them fill the links better."""
 PACKED = ((72, 3, 0.9), (96, 2, 0.9), (96, 3, 0.95))
 """The packings that are tried: shares of a root, height of trees, and the part of links on longer routes."""
+PATHS = ((12, 5e-5), (32, 1e-6), (12, 2e-5))
+"""The same for all-to-alls: shares of a pair of ranks, and the price of a detour."""
 FEWEST = 2
 """A root has at least so many streams, or its trees are not packed."""
 
@@ -43,12 +46,15 @@ def loop_trees(collective: Collective, cluster: Cluster, *, most: int) -> Iterat
     Yields:
         Programs of trees whose shares differ as the best rates do, in chunks of one share that lie side by side; then
         of more and more trees of the optimum's rates, each with one and with two pieces, whose chunks that travel alike
-        do not lie side by side: they would become one stream.
+        do not lie side by side: they would become one stream. For an all-to-all those of `loop_paths`.
 
     >>> from stretto import AllGather
     >>> [p.name for p in loop_trees(AllGather(8), Cluster.preset("dgx_a100"), most=15)]
     ['loop_trees(k=1,pieces=1)', 'loop_trees(k=1,pieces=2)']
     """
+    if collective.kind == "all_to_all":
+        yield from _paths(collective, cluster, most)
+        return
     yield from _packed(collective, cluster, most)
     seen: set[tuple[int, ...]] = set()
     for trees in TREES:
@@ -80,6 +86,18 @@ def _packed(collective: Collective, cluster: Cluster, most: int) -> Iterator[Pro
             continue
         built = forest._build(collective, forests, 1, PACES[0])
         made = replace(built, name=f"loop_trees(packed,shares={shares},height={height},room={room:g})")
+        if len(runs_of(made)) <= most:
+            made.verify()
+            yield made
+
+
+def _paths(collective: Collective, cluster: Cluster, most: int) -> Iterator[Program]:
+    """All-to-alls in which some data goes by way of another rank, that have few enough streams."""
+    for shares, detour in PATHS:
+        try:
+            made = loop_paths(collective, cluster, shares=shares, detour=detour)
+        except StrettoError:
+            continue
         if len(runs_of(made)) <= most:
             made.verify()
             yield made

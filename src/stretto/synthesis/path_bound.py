@@ -7,6 +7,7 @@ links, and the least weighted bytes that any program sends.
 
 - All-gather, reduce-scatter: the messages with a byte of one rank reach all others, so they hold a tree, and weigh at
   least as much as the cheapest one from (to) that rank.
+- All-to-all: what a rank has for another one takes a path there, and weighs at least as much as the cheapest.
 - All-reduce: up to the moment when a first rank has the sum of a byte, messages form a tree to it. Every other rank has
   its sum later, from a message that is none of these and weighs at least as much as the cheapest into that rank. The
   cheapest root counts. Nothing is said about trees that spread: sums may be complete in several places at once.
@@ -27,7 +28,7 @@ from .loop_packing import TreeLinks
 
 DONE = 1e-9
 """The part of the bound by which a set of messages has to be cheaper than those that are known."""
-KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 Floats = NDArray[np.float64]
 
@@ -36,7 +37,7 @@ def path_bound(collective: Collective, cluster: Cluster, nbytes: float) -> Bound
     """The least time of any program whose messages take the routes of a GPU's memory, alphas left aside.
 
     Args:
-        collective: An all-gather, a reduce-scatter or an all-reduce of at least two ranks.
+        collective: An all-gather, a reduce-scatter, an all-reduce or an all-to-all of at least two ranks.
         cluster: The cluster.
         nbytes: The larger of one rank's send and receive buffer in bytes, > 0.
 
@@ -59,7 +60,8 @@ def path_bound(collective: Collective, cluster: Cluster, nbytes: float) -> Bound
     demand = per_byte * nbytes
     took = demand / float(weights[used] @ rates)
     return Bound(
-        total_us=took, bandwidth_us=took, latency_us=0.0, reason="trees over the routes of GPU memory",
+        total_us=took, bandwidth_us=took, latency_us=0.0,
+        reason=f"{'paths' if collective.kind == 'all_to_all' else 'trees'} over the routes of GPU memory",
         method="linear program", exact=collective.kind != "all_reduce", links=search.links[used],
         weights=weights[used], demand_bytes=demand, nbytes=float(nbytes),
     )  # fmt: skip
@@ -74,8 +76,8 @@ class _Weights:
 
     def __init__(self, collective: Collective, cluster: Cluster) -> None:
         n = self._ranks = collective.num_ranks
-        self._sums = collective.kind == "all_reduce"
-        paths = TreeLinks(cluster, collective.ranks, reverse=collective.kind != "all_gather")
+        self._sums, self._apart = collective.kind == "all_reduce", collective.kind == "all_to_all"
+        paths = TreeLinks(cluster, collective.ranks, reverse=collective.kind in ("reduce_scatter", "all_reduce"))
         near, far = (np.array([pair[side] for pair in paths.pairs], np.int32) for side in (0, 1))
         if int(cluster.route_classes(near, far).max(initial=1)) > 1:
             raise Infeasible(f"path_bound: routes of {cluster.name} depend on the size of messages")
@@ -114,6 +116,9 @@ class _Weights:
         """What the cheapest messages for a byte of each kind weigh, and how often they pass every link."""
         n = self._ranks
         cost = np.asarray(self._passes @ weights)
+        if self._apart:
+            counts = self._cheapest_paths(cost)
+            return counts @ weights, counts
         _, spread, *_ = _native.cheapest_trees(
             n, self._ends[:, 0].copy(), self._ends[:, 1].copy(), cost, np.zeros(n, np.bool_),
             np.arange(n, dtype=np.int32),
@@ -132,6 +137,25 @@ class _Weights:
             counts += into.sum(axis=0) - into
             counts = counts[[int((counts @ weights).argmin())]]
         return counts @ weights, counts
+
+    def _cheapest_paths(self, cost: Floats) -> Floats:
+        """How often the cheapest paths from each rank to all others pass every link."""
+        n = self._ranks
+        table = np.zeros((n, n))
+        table[~np.eye(n, dtype=np.bool_)] = cost
+        before = np.tile(np.arange(n)[:, None], (1, n))
+        for middle in range(n):
+            through = table[:, [middle]] + table[[middle], :]
+            shorter = through < table
+            table = np.where(shorter, through, table)
+            before = np.where(shorter, before[middle][None, :], before)
+        counts = np.zeros((n, len(self.links)))
+        for root in range(n):
+            for v in range(n):
+                while v != root:
+                    counts[root] += self._passes[self._number(int(before[root, v]), v)]
+                    v = int(before[root, v])
+        return counts
 
     def _number(self, a: int, b: int) -> int:
         """The number of a pair of ranks."""

@@ -25,6 +25,7 @@ from ..programs.formats.mscclpp_wide import PlanForm
 from ..programs.wide import WideProgram, runs_of
 from ..simulator import Runtime, lower_bound, simulate
 from ..simulator.priced_wide import wide_time_us
+from ..simulator.switch_links import switch_links
 from .certificate import Candidate, Certificate, Lowering, ProvedProgram
 from .loop_trees import loop_trees
 from .problem import MAX_WIDE, SynthesisProblem
@@ -33,6 +34,8 @@ DIRECT = "library:direct"
 ALL_ALIKE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 """The collectives in which every rank does the same, and which the direct algorithm knows."""
 HALVES = (ReduceScatter, AllGather)
+SWITCHED = ("all_reduce", "all_gather", "broadcast")
+"""The collectives of which a switch that adds up and copies can do a part."""
 LARGE = 1e9
 """The bytes at which latencies no longer count, so that the direct algorithm shows whether it fills the links."""
 FILLS_LINKS = 1.05
@@ -258,9 +261,11 @@ def loop_forms(program: Program, nbytes: float, most: int) -> list[PlanForm]:
     Returns:
         Up to five forms.
     """
-    longest = _longest(runs_of(program), most)
+    runs = runs_of(program)
+    longest = 0 if program.collective.kind == "all_to_all" else _longest(runs, most)
     at_once = PlanForm(streams=min(most, program.collective.num_chunks), longest=longest)
-    share = float(program.collective.chunk_share[0]) * nbytes * max(1, longest)
+    together = max(runs) if program.collective.kind == "all_to_all" else max(1, longest)
+    share = float(program.collective.chunk_share[0]) * nbytes * together
     loops = [loop for loop in (int(share / turns) // 16 * 16 for turns in TREE_TURNS) if loop >= LEAST_LOOP]
     halves = (1, 0) if program.reduce.any() and not program.reduce.all() else (0,)
     if longest:
@@ -304,6 +309,8 @@ def forms_for(program: Program, nbytes: float, prices: Runtime, cluster: Cluster
         whole += [PlanForm(protocol="LL", streams=streams, apart=1) for streams in sides]
         # Where packets are tried they are often the fastest, so they come first: the time of a search may end.
         bases = [replace(base, threads=threads) for base in whole for threads in LL_THREADS] + bases
+    if program.collective.kind in SWITCHED and switch_links(cluster, program.collective.ranks) is not None:
+        bases += [replace(base, multicast=1) for base in bases if base.protocol == "Simple"]
     found = []
     for base in bases:
         slices = 1

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from ...errors import InvalidInput, VerificationError
 
-MAX_THREADS = 8192
+MAX_THREADS = 9500
+"""As many as 16 ranks have that run 64 threadblocks, each with operations that use 8 channels."""
 MAX_CELLS = 1 << 24
 
 Clock = NDArray[np.int32]
@@ -112,8 +113,8 @@ class Image:
 
     @property
     def widths(self) -> list[int]:
-        """The number of threads of each threadblock: at least two, and one per channel of an action."""
-        return [max([2, *(max(len(a.ends), len(a.semaphores)) for a in b[2])]) for b in self.blocks]
+        """The number of threads of each threadblock: one per channel of an action, and one that waits for none."""
+        return [max([2, *(1 + max(len(a.ends), len(a.semaphores)) for a in b[2])]) for b in self.blocks]
 
     @property
     def widest(self) -> int:
@@ -204,6 +205,8 @@ class Machine:
 
         A rank begins its next launch as soon as its own threads are through, whatever its peers are doing.
         """
+        for block in self.image.blocks:
+            self._check_meetings(*block)
         ranks = len(self.image.buffers)
         self._inputs = inputs
         self._launches = [0] * ranks
@@ -220,6 +223,31 @@ class Machine:
                     break
         self._check_end()
         return self._outputs
+
+    def _check_meetings(self, rank: int, number: int, actions: Sequence[ResolvedOp]) -> None:
+        """Refuse two operations between which threads do not meet and of which one writes what the other touches.
+
+        Any thread may handle any element, more of them than run here.
+        """
+        touched: list[tuple[int, int, bool, int]] = []
+        for action in actions:
+            if action.name in ("nop", "barrier"):
+                touched = []
+            # Ports move their data in their own time; whoever reads packets waits for each.
+            if action.ends or action.name in ("nop", "barrier"):
+                continue
+            mine = []
+            for rows, writes in (*((r, False) for r in action.src), *((r, True) for r in action.dst)):
+                begin, end = rows.span(self.elements)
+                if rows.packet or begin == end:
+                    continue
+                low, high = rows.at * self.elements + begin, rows.at * self.elements + end
+                for first, last, wrote, op in touched:
+                    if (writes or wrote) and low < last and first < high:
+                        me, tid = f"rank {rank} threadblock {number}", -1
+                        raise self._race(max(low, first), tid, action.op, tid, op, who=me)
+                mine.append((low, high, writes, action.op))
+            touched += mine
 
     def _begin(self, rank: int) -> None:
         """Take a rank's last results, overwrite its buffers with garbage, and launch the plan there with new data."""
@@ -270,7 +298,8 @@ class Machine:
                 if action.name == "pws":
                     self._ask(lane, action.ends[lane.number], None)
         else:
-            # In the next operation another thread handles the same element: only a nop orders the two accesses.
+            # In the next operation another thread handles the same element: only a nop orders the two accesses
+            # (`_check_meetings`).
             mine = slice((lane.number - lane.pc) % len(block.lanes), None, len(block.lanes))
             launch = self._launches[block.rank]
             if action.name in PACKETS and not self._arrived(lane, action, mine, launch):
@@ -472,7 +501,9 @@ class Machine:
             cell = int(cells[tuple(unordered[0])])
             raise self._race(cell, tid, op, int(self._writer[cell]), int(self._written_by_op[cell]))
 
-    def _race(self, cell: int, tid: int, op: int, other: int, its_op: int) -> VerificationError:
+    def _race(
+        self, cell: int, tid: int, op: int, other: int, its_op: int, *, who: str | None = None
+    ) -> VerificationError:
         row = cell // self.elements
         rank, name, at = next(
             (rank, name, row - rows.at)
@@ -480,7 +511,9 @@ class Machine:
             for name, rows in buffers.items()
             if rows.at <= row < rows.at + rows.count + (self.image.double if rows.scratch else 0)
         )
-        first, second = (self._names[t] + (f" op {k}" if k >= 0 else "") for t, k in ((other, its_op), (tid, op)))
+        first, second = (
+            (who or self._names[t]) + (f" op {k}" if k >= 0 else "") for t, k in ((other, its_op), (tid, op))
+        )
         return VerificationError(f"race on {name}[{at}] of rank {rank}: {first} and {second} are not ordered")
 
     def _check_end(self) -> None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
 from typing import Annotated, Literal
 
 import msgspec
@@ -78,8 +80,9 @@ OPERATIONS = (
     *SHAPES,
 )
 ELSEWHERE = {"packets over switch channels": ("gstorepkt",), "unfused reductions in a switch": ("glre",)}
-TURNS = 3
-"""How many turns of a loop are run here; how many there are on a GPU depends on the size of a call."""
+TURNS, MOST_TURNS = 3, 24
+"""How many turns the shortest loop of a plan has here, and the longest one at most; how many they have on a GPU depends
+on the size of a call, but always in this proportion."""
 
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Chunks = Annotated[int, Meta(ge=1, le=MAX_CHUNKS)]
@@ -281,7 +284,11 @@ def resolve(plan: ExecutionPlan) -> Image:
             bad = next((p for p in peers if p >= ranks or p == r), None)
             if bad is not None:
                 raise InvalidInput(f"gpus[{r}].{key}: must name another rank 0..{ranks - 1}, not {bad}")
-    total = sum(len(tb.ops) + TURNS * sum(len(op.ops) for op in tb.ops) for g in plan.gpus for tb in g.threadblocks)
+    turns = _turns(plan)
+    total = sum(
+        1 + len(op.ops) * (turns[op.iter_context] if op.iter_context else 1)
+        for g in plan.gpus for tb in g.threadblocks for op in tb.ops
+    )  # fmt: skip
     if total > MAX_TOTAL_OPS:
         raise InvalidInput(f"gpus: more than {MAX_TOTAL_OPS} operations in all")
     buffers, rows = _lay_out(plan)
@@ -292,13 +299,23 @@ def resolve(plan: ExecutionPlan) -> Image:
         for b, tb in enumerate(gpu.threadblocks):
             if tb.id != b:
                 raise InvalidInput(f"gpus[{r}].threadblocks[{b}].id: must be {b}, not {tb.id}")
-            scope = _Scope(plan, r, b, buffers, ends, number, first_semaphore[r])
+            scope = _Scope(plan, r, b, buffers, ends, number, first_semaphore[r], turns)
             blocks.append((r, b, tuple(a for k, op in enumerate(tb.ops) for a in scope.operation(k, op))))
     semaphores = tuple(s.init_value for gpu in plan.gpus for s in gpu.semaphores)
     if sum(semaphores) > MAX_TOTAL_OPS:
         raise InvalidInput(f"gpus: semaphores start at {sum(semaphores)} in all; at most {MAX_TOTAL_OPS}")
     half = 2 * max(gpu.scratch_chunks for gpu in plan.gpus) if plan.use_double_scratch_buffer else 0
     return Image(blocks=tuple(blocks), ends=ends, semaphores=semaphores, rows=rows, buffers=buffers, double=half)
+
+
+def _turns(plan: ExecutionPlan) -> dict[Loop, int]:
+    """How many turns each loop has here."""
+    loops = {op.iter_context for gpu in plan.gpus for tb in gpu.threadblocks for op in tb.ops if op.iter_context}
+    length = {loop: Fraction(loop.num_chunks, loop.unit_size) for loop in loops}
+    if not length:
+        return {}
+    chunk_bytes = min(TURNS / min(length.values()), MOST_TURNS / max(length.values()))
+    return {loop: ceil(chunk_bytes * length[loop]) for loop in loops}
 
 
 def _lay_out(plan: ExecutionPlan) -> tuple[tuple[dict[str, Rows], ...], int]:
@@ -362,6 +379,7 @@ class _Scope:
     ends: tuple[End, ...]
     number: dict[tuple[int, str, int], int]
     first_semaphore: int
+    turns: dict[Loop, int]
 
     def operation(self, k: int, op: Operation) -> tuple[ResolvedOp, ...]:
         """The machine's actions for one operation; a loop becomes those of a few turns."""
@@ -378,11 +396,16 @@ class _Scope:
                 raise InvalidInput(f"{where}.ops[{j}]: a pipeline cannot hold a {inner.name}")
             if any(p.size != op.iter_context.num_chunks * parts for p in (*inner.src_buff, *inner.dst_buff)):
                 raise InvalidInput(f"{where}.ops[{j}]: must move the {op.iter_context.num_chunks} chunks of its loop")
-        turns = range(TURNS)
-        return tuple(a for t in turns for j, i in enumerate(op.ops) for a in self.actions(k, f"{where}.ops[{j}]", i, t))
+        turns = self.turns[op.iter_context]
+        return tuple(
+            action
+            for turn in range(turns)
+            for j, inner in enumerate(op.ops)
+            for action in self.actions(k, f"{where}.ops[{j}]", inner, (turn, turns))
+        )
 
-    def actions(self, k: int, where: str, op: Operation, turn: int | None = None) -> tuple[ResolvedOp, ...]:
-        """The machine's actions for one operation (`pwsf` becomes two), in one turn of a loop if it is in one."""
+    def actions(self, k: int, where: str, op: Operation, turn: tuple[int, int] = (0, 1)) -> tuple[ResolvedOp, ...]:
+        """The machine's actions for one operation (`pwsf` becomes two), in one turn of so many if it is in a loop."""
         gpu = self.plan.gpus[self.rank]
         kinds = CHANNELS.get(op.name, (op.channel_type,))
         if op.channel_type not in kinds:
@@ -446,7 +469,7 @@ class _Scope:
         remote = self._remote(op, part)
         return self.rank if remote is None else remote.rank
 
-    def _cut(self, where: str, op: Operation, rows: Rows, turn: int | None, *, packet: bool) -> Rows:
+    def _cut(self, where: str, op: Operation, rows: Rows, turn: tuple[int, int], *, packet: bool) -> Rows:
         """The slice of a threadblock group, and the turn of a loop."""
         group = op.tbg_info or Group(tb_id=0, tbg_size=1)
         if group.tb_id >= group.tbg_size:
@@ -456,8 +479,8 @@ class _Scope:
             count=rows.count,
             part=group.tb_id,
             parts=group.tbg_size,
-            turn=turn or 0,
-            turns=1 if turn is None else TURNS,
+            turn=turn[0],
+            turns=turn[1],
             packet=packet,
             scratch=rows.scratch,
         )

@@ -93,20 +93,16 @@ class BlockWriter:
 
     def _switched(self, step: WideStep) -> bool:
         """Let the switch add up, or copy, what all ranks have in the same place; False where it cannot."""
-        alike = [self._everywhere(cells) for cells in (step.sources, step.targets)]
-        if alike[1] is None or (alike[0] is None and len(step.sources) > 1):
+        found = switched(step, self._multicast)
+        if found is None:
             return False
-        if alike[0] is None:
-            self._add("gstore", step.count, step.sources, [alike[1]], touches=step.targets)
+        source, target = found
+        if source is None:
+            # In place it stores over its own data, too: the same.
+            self._add("gstore", step.count, step.sources, [target], touches=[*step.sources, *step.targets])
         else:
-            self._add("glres", step.count, [alike[0]], [alike[1]], touches=[*step.sources, *step.targets])
+            self._add("glres", step.count, [source], [target], touches=[*step.sources, *step.targets])
         return True
-
-    def _everywhere(self, cells: Sequence[Cell]) -> Cell | None:
-        places = {cell[1:] for cell in cells}
-        if len(places) > 1 or {cell[0] for cell in cells} != set(range(self._multicast)):
-            return None
-        return EVERYBODY, *places.pop()
 
     def _copies(self, step: WideStep, source: Cell, targets: Sequence[Cell]) -> None:
         own, away = self._sides(targets)
@@ -194,3 +190,31 @@ class BlockWriter:
 
 def _parts(items: Sequence[T]) -> list[list[T]]:
     return [list(items[k : k + MOST_PARTS]) for k in range(0, len(items), MOST_PARTS)]
+
+
+def switched(step: WideStep, ranks: int) -> tuple[Cell | None, Cell] | None:
+    """What a switch adds up (None: one rank's own data) and where it copies that to, on all ranks alike.
+
+    Args:
+        step: The step.
+        ranks: The number of ranks.
+
+    Returns:
+        Both places, as those of everybody; None where a switch cannot carry out the step.
+    """
+    source = _everywhere(step.sources, ranks)
+    if source is not None:
+        target = _everywhere(step.targets, ranks)
+        return None if target is None else (source, target)
+    own = step.sources[0]
+    if len(step.sources) > 1 or own[0] != step.rank:
+        return None
+    target = _everywhere(step.targets, ranks) or _everywhere([own, *step.targets], ranks)
+    return None if target is None else (None, target)
+
+
+def _everywhere(cells: Sequence[Cell], ranks: int) -> Cell | None:
+    places = {cell[1:] for cell in cells}
+    if len(places) > 1 or {cell[0] for cell in cells} != set(range(ranks)):
+        return None
+    return EVERYBODY, *places.pop()
