@@ -74,6 +74,13 @@ def test_convert_refuses_forms_it_does_not_write(tmp_path: Path) -> None:
         run("convert", "ring", str(tmp_path / "x.xml"))
 
 
+def test_renumber_gives_the_order_and_refuses_other_machines() -> None:
+    host = str(DATA / "nccl_dgx1.xml")
+    assert run("renumber", host, "--like", host) == "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7\n"
+    with pytest.raises(InvalidInput, match="no order of its GPUs"):
+        run("renumber", host, "--like", str(DATA / "nccl_hgx_h100.xml"))
+
+
 def test_show_refuses_a_place_it_cannot_write() -> None:
     with pytest.raises(InvalidInput, match="there is no directory /nonexistent"):
         run("show", "ring", "-o", "/nonexistent/x.svg")

@@ -209,3 +209,23 @@ def test_a_strategy_for_other_devices_is_refused() -> None:
     with pytest.raises(InvalidInput, match=r"must be 'h0\.gpu0', the cluster's, not 'h0\.gpu1'"):
         to_workload(build("all_reduce", MODEL, DEVICES[1:]), MODEL, DEVICES)
     assert to_workload(build("all_reduce", MODEL, 4), MODEL, DEVICES).num_ranks == 4, "ranks by number fit anywhere"
+
+
+@pytest.mark.parametrize("runtime", ["torch", "graph"])
+def test_gradients_go_straight_to_servers_that_share_them_evenly(runtime: str) -> None:
+    """Beside the bytes of the busiest link by both ways, by hand: 4 ranks, variables of one size."""
+    variables = tuple(Variable(name=f"v{at}", shape=(64, 64)) for at in range(4))
+    model = ModelSpec(name="even", variables=variables, runtime=runtime)
+    for servers, even in (((0, 1, 2, 3), True), ((0, 0, 1, 1), False), ((0, 0, 0, 0), False)):
+        nodes = tuple(
+            NodeConfig(variable=v.name, sync=Sync(kind="parameter_server", placement=(DEVICES[at],)))
+            for v, at in zip(variables, servers, strict=True)
+        )
+        strategy = Strategy(name="s", model="even", model_digest=model.digest, devices=DEVICES, nodes=nodes)
+        step = global_step(strategy, model, DEVICES)
+        pushes = [one for message in step.messages for one in message.exchanges if one.push]
+        # In quarters of the model: straight, the busiest server gets 3 for each of its own; round the ring and to it,
+        # a rank passes on 3/4 of each, and gets 3/4 more of each of its own.
+        own = max(servers.count(at) for at in servers)
+        assert (3 * own <= max(0.75 * (4 + own), 4 - 0.25 * min(map(servers.count, range(4))))) == even
+        assert {one.direct for one in pushes} == {even and runtime == "torch"}

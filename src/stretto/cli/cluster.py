@@ -11,7 +11,9 @@ import typer
 from ..cluster import Cluster
 from ..cluster.check import channel_groups, oddities, require_reachable
 from ..cluster.files import load, save
+from ..cluster.numbering import numbering, visible_devices
 from ..cluster.presets import presets
+from ..errors import InvalidInput
 from ..files import write_file
 from ..report.cluster_drawing import picture, to_svg
 from ..report.table import ResultTable
@@ -163,6 +165,37 @@ def convert(
     for note in loaded.notes:
         say(f"  note: {note}")
     next_step(f"stretto cluster show {target}")
+
+
+@app.command()
+def renumber(
+    host: Annotated[
+        str, typer.Argument(metavar="HOST", autocompletion=cluster_names, help="A cluster of one host, or its file.")
+    ],
+    like: Annotated[
+        str | None, typer.Option(metavar="HOST", help="The host that it should look like; else it stays what it is.")
+    ] = None,
+    rows: JsonOption = None,
+) -> None:
+    """The order of a host's GPUs in which it looks like another host, as CUDA_VISIBLE_DEVICES.
+
+    \b
+    Links of their own, distances on PCIe and distances to NICs are kept. Without
+    --like only the NICs may move: GPUs beside them come first.
+
+    \b
+    Examples:
+      stretto cluster renumber topo.xml
+      stretto cluster renumber measured.yaml --like first-host.yaml
+    """
+    loaded, other = load(host), load(like) if like is not None else None
+    order = numbering(loaded, other)
+    if order is None:
+        raise InvalidInput(f"{loaded.name}: no order of its GPUs was found in which it looks like {like or host}")
+    files = OutputFiles()
+    files.json(rows, {"order": list(order), "visible_devices": visible_devices(order)})
+    say(f"CUDA_VISIBLE_DEVICES={visible_devices(order)}")
+    files.tell()
 
 
 def _joined(groups: list[int]) -> str:

@@ -48,6 +48,9 @@ def probe(
             help="With --library: also write what its collectives took.",
         ),
     ] = None,
+    inside: Annotated[
+        bool, typer.Option("--inside", help="Measure the GPUs of this host instead: one process, no job.")
+    ] = False,
     rows: RankJsonOption = None,
 ) -> None:
     """Measure the network between a job's ranks and write it as a cluster. Every rank runs this command.
@@ -65,7 +68,11 @@ def probe(
       stretto synth allreduce -c cluster.yaml -b 16M -o ar.xml
       STRETTO_CLUSTER=cluster.yaml torchrun ... train.py
       torchrun --nproc-per-node 8 -m stretto probe --library nccl -o c.yaml --costs nccl.csv
+      stretto probe --inside -o host.yaml
     """
+    if inside:
+        _inside(target, rows, alone=not (channel or preset or library or costs))
+        return
     if not 0 < timeout < 1e6:
         raise InvalidInput(f"--timeout: must be more than 0 and less than 1e6 seconds, not {timeout:g}")
     rank, world = place()
@@ -89,6 +96,29 @@ def probe(
         for line in probed.lines():
             console.print(line, markup=False, soft_wrap=True)
         files.tell(f"stretto plan -w WORKLOAD -c {target}, or STRETTO_CLUSTER={target} for a job on our backend")
+
+
+def _inside(target: Path, rows: Path | None, *, alone: bool) -> None:
+    """The PCIe tree and the NVLinks of this host."""
+    from ..cluster.numbering import numbering, visible_devices
+    from ..runtime.probe.host_copies import TorchHostMeter
+    from ..runtime.probe.inside import find_inside
+
+    if not alone:
+        raise InvalidInput("--inside: goes without --channel, --preset, --library and --costs")
+    found = find_inside(TorchHostMeter())
+    cluster = found.cluster(target.stem)
+    order = numbering(cluster)
+    lines = [f"share a PCIe switch: {', '.join(group)}" for group in found.groups]
+    lines += [f"note: {note}" for note in cluster.notes]
+    if order is not None:
+        lines.append(f"CUDA_VISIBLE_DEVICES={visible_devices(order)}")
+    files = OutputFiles()
+    files.write(target, cluster.save)
+    files.json(rows, {"cluster": cluster.name, "devices": cluster.num_devices, "lines": lines})
+    for line in lines:
+        out().print(line, markup=False, soft_wrap=True)
+    files.tell(f"stretto cluster renumber {target} --like OTHER.yaml")
 
 
 def _by_library(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,15 +11,13 @@ from numpy.typing import NDArray
 
 from ...algorithms import algorithm
 from ...cluster import Cluster
+from ...cluster.numbering import TOLERANCE, placed
 from ...cluster.presets import preset, presets
 from ...errors import StrettoError
 from ...simulator import simulate
 from ...units import MB
 
-TOLERANCE = 0.15
-"""Rates that differ by no more are those of the same machine."""
 RING_BYTES = 16 * MB
-MAX_TRIES = 20_000
 MAX_RANKS = 256
 """Larger jobs are not compared with presets: the search is over orders of ranks."""
 
@@ -69,36 +67,14 @@ def match(cluster: Cluster, known: Cluster, tolerance: float = TOLERANCE) -> Mat
         return None
     mine, theirs = pair_rates(cluster), pair_rates(known)
     near, far = _same_host(cluster), _same_host(known)
-    tries = MAX_TRIES
-
-    def fits(rank: int, order: list[int]) -> bool:
-        at = len(order)
-        for left, right in ((mine[rank, order], theirs[at, :at]), (mine[order, rank], theirs[:at, at])):
-            if np.any(np.abs(left - right) > tolerance * right):
-                return False
-        return bool(np.all(near[rank, order] == far[at, :at]))
-
-    order: list[int] = []
-    choices: list[Iterator[int]] = [iter(range(count))]
-    while choices and len(order) < count:
-        free = (rank for rank in choices[-1] if rank not in order)
-        rank = next((rank for rank in free if fits(rank, order)), None)
-        tries -= 1
-        if rank is None or tries < 0:
-            choices.pop()
-            if tries < 0:
-                return None
-            if order:
-                order.pop()
-            continue
-        order.append(rank)
-        choices.append(iter(range(count)))
-    if len(order) < count:
+    pairs = [(mine, theirs, tolerance), (near.astype(float), far.astype(float), 0.0)]
+    order = placed(pairs, prefer=range(count))
+    if order is None:
         return None
-    placed = mine[np.ix_(order, order)]
+    there = mine[np.ix_(order, order)]
     off = ~np.eye(count, dtype=bool)
-    error = float(np.max(np.abs(placed[off] / theirs[off] - 1), initial=0.0))
-    return Match(name=known.name, order=tuple(order), error=error)
+    error = float(np.max(np.abs(there[off] / theirs[off] - 1), initial=0.0))
+    return Match(name=known.name, order=order, error=error)
 
 
 def match_presets(cluster: Cluster) -> Match | None:

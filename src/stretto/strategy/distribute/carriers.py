@@ -39,7 +39,7 @@ class RankExchange(NamedTuple):
     """An exchange as this rank takes part in it.
 
     `group` is the communicator, `root` the root's position in it, `is_root` whether this rank is the root, `size` the
-    number of members.
+    number of members, `direct` whether a root sums what all others send it.
     """
 
     kind: str
@@ -47,6 +47,7 @@ class RankExchange(NamedTuple):
     root: int
     is_root: bool
     size: int
+    direct: bool = False
 
 
 class VariableCarrier(ABC):
@@ -171,7 +172,7 @@ class VariableCarrier(ABC):
         root, members = mine[exchange.root], self.groups.members(mine, exchange.kind)
         return RankExchange(
             exchange.kind, self.groups.get(members, self.message.lane), members.index(root), self.groups.rank == root,
-            len(mine),
+            len(mine), exchange.direct,
         )  # fmt: skip
 
     def gradient(self, piece: VariablePiece) -> torch.Tensor | None:
@@ -226,11 +227,40 @@ def send(link: RankExchange, buffer: torch.Tensor) -> Any:
     """Start an exchange of a flat buffer in place; return its work."""
     if link.kind == "all_reduce":
         return dist.all_reduce(buffer, group=link.group, async_op=True)
+    if link.kind == "reduce" and link.direct and not buffer.is_cuda and dist.get_backend(link.group) == "gloo":
+        return DirectSum(link, buffer)
     if link.kind == "reduce":
         return dist.reduce(buffer, group_dst=link.root, group=link.group, async_op=True)
     if link.kind in ("broadcast", "scatter"):
         return dist.broadcast(buffer, group_src=link.root, group=link.group, async_op=True)
     raise InvalidInput(f"exchange {link.kind} of a dense gradient is not known here")
+
+
+class DirectSum:
+    """Every other rank's buffer sent straight to the root, which adds them up in the order of ranks: a work.
+
+    gloo's reduce goes round a ring first; see `kernels.synchronizer`.
+    """
+
+    def __init__(self, link: RankExchange, buffer: torch.Tensor) -> None:
+        ranks = dist.get_process_group_ranks(link.group)
+        self._buffer = buffer
+        self._others: list[torch.Tensor] = []
+        if link.is_root:
+            self._others = [torch.empty_like(buffer) for _ in range(link.size - 1)]
+            senders = [rank for at, rank in enumerate(ranks) if at != link.root]
+            self._works = [dist.irecv(x, rank, group=link.group) for x, rank in zip(self._others, senders, strict=True)]
+        else:
+            self._works = [dist.isend(buffer, ranks[link.root], group=link.group)]
+
+    def wait(self) -> None:
+        """Wait for all messages; the root's buffer then has the sum."""
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        for other in self._others:
+            self._buffer.add_(other)
+        self._others.clear()
 
 
 def spans(pieces: Sequence[VariablePiece]) -> list[tuple[int, int]]:

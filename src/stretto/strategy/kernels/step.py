@@ -55,7 +55,8 @@ class StepExchange:
     """One collective of a message: a `push` collects gradients, any other exchange distributes parameters.
 
     `nbytes` are bytes as a `Collective` counts them, `root` is a position in each of the `groups`. `at_work_us` is the
-    time of the encoder that runs before the exchange.
+    time of the encoder that runs before the exchange. `direct` is whether a server sums what all ranks send it, instead
+    of a library's reduce.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class StepExchange:
     root: int = 0
     at_work_us: float = 0.0
     encoding: str = ""
+    direct: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

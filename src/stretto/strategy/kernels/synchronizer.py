@@ -19,7 +19,10 @@ class Synchronizer:
             "all_reduce": _all_reduce, "sparse_all_gather": _gathered, "sharded": _sharded,
             "parameter_server": _served,
         }  # fmt: skip
-        return replace(step, messages=tuple(made[message.sync.kind](message, step) for message in step.messages))
+        messages = tuple(made[message.sync.kind](message, step) for message in step.messages)
+        if step.model.runtime == "torch" and _evenly_served(messages, step.num_ranks):
+            messages = tuple(_direct(message) for message in messages)
+        return replace(step, messages=messages)
 
     def localize(self, local: LocalStep) -> LocalStep:
         """Keep only this rank's groups, and the messages that it updates."""
@@ -98,6 +101,38 @@ def _served(message: Message, step: StrategyStep) -> Message:
         rest = tuple(rank for rank in step.replicas if rank != server)
         exchanges = _used(exchange(up, ((server, *rest),), True), exchange(down, ((server, *rest),), False))
     return replace(message, exchanges=exchanges, updaters=(server,))
+
+
+def _pushes(message: Message) -> list[StepExchange]:
+    """The exchanges by which dense gradients get to a server."""
+    served = message.sync.kind == "parameter_server"
+    return [one for one in message.exchanges if served and one.push and one.kind == "reduce"]
+
+
+def _evenly_served(messages: tuple[Message, ...], ranks: int) -> bool:
+    """Whether servers share the gradients so evenly that sending them straight there loads no link more than a reduce.
+
+    A library's reduce goes round a ring and then to the root, so that the root gets less and everyone else more. With
+    one server for all that is better; where every rank serves its share it is up to a quarter more on every link, and
+    the steps of rings that run beside each other wait for one another.
+    """
+    straight, rings = ([[0.0] * ranks, [0.0] * ranks] for _ in range(2))  # bytes out of each rank, and into it
+    for exchange in (one for message in messages for one in _pushes(message)):
+        for group in exchange.groups:
+            count = len(group)
+            for at, rank in enumerate(group):
+                root = at == exchange.root
+                straight[root][rank] += exchange.nbytes * (count - 1 if root else 1)
+                rings[0][rank] += exchange.nbytes * ((count - 1) / count if root else 1)
+                rings[1][rank] += exchange.nbytes * (2 if root else 1) * (count - 1) / count
+    most = max(map(max, straight))
+    return 0 < most <= max(map(max, rings))
+
+
+def _direct(message: Message) -> Message:
+    pushes = _pushes(message)
+    exchanges = tuple(replace(one, direct=True) if one in pushes else one for one in message.exchanges)
+    return replace(message, exchanges=exchanges)
 
 
 def _levels(message: Message, step: StrategyStep, server: int | None) -> tuple[Groups, Groups]:
