@@ -44,7 +44,11 @@ class _Grammar:
         except typer.TyperException as error:
             if getattr(error, "ctx", None) is None:
                 error.ctx = ctx  # type: ignore[attr-defined]
-            if not getattr(error, "possibilities", True) and not ctx.allow_interspersed_args:
+            if (
+                not getattr(error, "possibilities", True)
+                and ctx.info_name != "stretto"
+                and not ctx.allow_interspersed_args
+            ):
                 error.message += "; what starts the job comes after --"
             raise
 
