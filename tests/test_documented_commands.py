@@ -21,6 +21,7 @@ from pages import DOCS, PAGES, ROOT, command_line, stretto_lines
 
 import stretto as st
 from stretto.cli import run
+from stretto.strategy import BUILDERS
 
 PATTERN = re.compile(r"(?<![\w-])(?:[A-Z]{1,9}(?:,[A-Z])?|[A-Z]+\.\w+|FILE\S*|\S*\.\.\.)(?![\w(\[])")
 """A word that stands for another: such a command is a pattern."""
@@ -177,8 +178,13 @@ def test_what_a_page_shows_after_a_prompt_is_what_happens(page: Path, folder: Pa
 @pytest.mark.parametrize("page", [page for page in DOCS if python_of(page)], ids=name_of)
 def test_the_python_of_a_page_runs(page: Path, folder: Path) -> None:
     names: dict[str, object] = {"program": st.algorithm("ring", "all_reduce", 4)}
-    for body in python_of(page):
-        exec(compile(smaller(body), str(page), "exec"), names)
+    builders = set(BUILDERS)
+    try:
+        for body in python_of(page):
+            exec(compile(smaller(body), str(page), "exec"), names)
+    finally:
+        for name in set(BUILDERS) - builders:
+            del BUILDERS[name]
 
 
 def test_most_of_what_can_run_without_a_job_is_run() -> None:

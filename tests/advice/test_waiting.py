@@ -155,3 +155,18 @@ def test_collectives_that_run_at_once_on_gloo_are_not_counted_twice(tmp_path: Pa
         (tmp_path / f"rank{rank}.json").write_text(json.dumps(cpu_trace(rank, compute, comm)))
     found = advise(tmp_path, "hosts: 2, gpus: 1 x a100, network: 1gbit", steps=5)
     assert found.measured and found.model_us == pytest.approx(found.step_us, rel=0.25)
+
+
+def test_an_operator_computes_as_a_whole_and_a_wait_does_not(tmp_path: Path) -> None:
+    # A convolution allocates as it begins, and a collective ends while it computes: that hides it. Then a wait.
+    begins = (0, 200, 400)
+    trace = cpu_trace(
+        0, [[(at, at + 10), (at + 190, at + 200)] for at in begins], [[(at + 12, at + 80)] for at in begins]
+    )
+    for at in begins:
+        inside = [("aten::convolution", 20, 100), ("aten::empty", 21, 1), ("_c10d_functional::wait_tensor", 130, 50)]
+        trace["traceEvents"] += [event("cpu_op", name, at + start, dur) for name, start, dur in inside]
+        # An event around a call is not compute as a whole: its thread may wait inside.
+        trace["traceEvents"].append(event("cpu_op", "aten::around", at + 10.5, 9))
+    found = measured(trace, tmp_path)
+    assert (found.compute_us, found.waits_us) == (120.0, 0.0)

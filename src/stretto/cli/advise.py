@@ -12,11 +12,11 @@ import typer
 from ..advice import StepAdvice
 from ..advice import advise as make_advice
 from ..control.messages import decode_captured
-from ..errors import InvalidInput
+from ..errors import InvalidInput, probably_meant
 from ..report.advice_html import write_advice_html
 from ..report.advice_text import advice_page
 from ..workload.registry import MODELS
-from .common import out, say
+from .common import out, say, script_hint
 from .gain import gain_lines
 from .options import BudgetOption, HtmlOption, JsonOption, OptionalCluster, SeedOption
 from .outputs import OutputFiles, output
@@ -69,17 +69,30 @@ def advise(
         _finish(found, plan_file, html, rows)
         return
     if shutil.which(step[0]) is None:
-        raise InvalidInput(
-            f"{step[0]}: is no trace ({', '.join(RECORDED)}), no directory of traces, no model "
-            "('stretto workload list') and no command that can be run"
-        )
+        raise InvalidInput(_not_usable(step[0]))
     raise typer.Exit(_of_job(step, cluster, budget, steps, seed, plan_file, html, rows))
 
 
 def _is_recorded(step: list[str]) -> bool:
     first = step[0]
-    model = first.partition(":")[0].partition(",")[0] in MODELS
-    return model or Path(first).is_dir() or first.endswith(RECORDED)
+    if _model_name(first) in MODELS:
+        if len(step) > 1:
+            raise InvalidInput(f"{step[1]}: one model at a time; only traces may be several")
+        return True
+    return first.endswith(RECORDED) or (first != "" and Path(first).is_dir())
+
+
+def _model_name(word: str) -> str:
+    return word.partition(":")[0].partition(",")[0]
+
+
+def _not_usable(word: str) -> str:
+    """What to say of a word that is nothing to advise on, with what was probably meant."""
+    message = (
+        f"{word or repr(word)}: is no trace ({', '.join(RECORDED)}), no directory of traces, no model "
+        "('stretto workload list') and no command that can be run"
+    )
+    return message + (script_hint(word) or probably_meant(_model_name(word), MODELS))
 
 
 def _of_job(

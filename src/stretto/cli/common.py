@@ -151,6 +151,16 @@ def progress(title: str, steps: int) -> Iterator[Callable[[str], None]]:
             bar.stop()
 
 
+def script_hint(word: str) -> str:
+    """How to start a script that was given without its interpreter, to end a message; empty for anything else.
+
+    >>> script_hint("train.py"), script_hint("nothing")
+    ('; to run the script: -- python train.py, or -- torchrun --nproc-per-node N train.py', '')
+    """
+    start = f"; to run the script: -- python {word}, or -- torchrun --nproc-per-node N {word}"
+    return start if word.endswith(".py") else ""
+
+
 def with_multicast(cluster: Cluster, asked: bool | None) -> Cluster:
     """The cluster as it is (None), with all its switches multicasting (unless some do already), or with none."""
     if asked is None or asked == cluster.multicasts:

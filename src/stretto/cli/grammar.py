@@ -38,8 +38,19 @@ class _Grammar:
         return found
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Read the arguments, after `understood`."""
-        return super().parse_args(ctx, understood(ctx, self.params, args))  # type: ignore[misc]
+        """Read the arguments, after `understood`; an error knows its command, and what comes after ``--``."""
+        try:
+            return super().parse_args(ctx, understood(ctx, self.params, args))  # type: ignore[misc]
+        except typer.TyperException as error:
+            if getattr(error, "ctx", None) is None:
+                error.ctx = ctx  # type: ignore[attr-defined]
+            if (
+                not getattr(error, "possibilities", True)
+                and ctx.info_name != "stretto"
+                and not ctx.allow_interspersed_args
+            ):
+                error.message += "; what starts the job comes after --"
+            raise
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; an error about a parameter names the option that the user typed."""
@@ -62,6 +73,15 @@ class StrettoCommand(_Grammar, TyperCommand):
 
 class CommandGroup(_Grammar, TyperGroup):
     """A group of commands in the grammar of all commands."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the first word names; where the group itself takes inputs, an error says how."""
+        try:
+            return super().resolve_command(ctx, args)
+        except typer.TyperException as error:
+            if any("--workload" in param.opts for param in self.params) and "Did you mean" not in str(error.message):  # type: ignore[attr-defined]
+                error.message = f"{error.message.rstrip('.')} (a workload comes after -w, a cluster after -c)"  # type: ignore[attr-defined]
+            raise
 
 
 def understood(ctx: typer.Context, params: Sequence[Any], args: Iterable[str]) -> list[str]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from ..lab import Lab, LabResult, running
 from ..lab import clean as clean_labs
 from ..lab.job import ending
 from ..report.table import ResultTable
-from .common import out, wrote
+from .common import out, script_hint, wrote
 from .options import JsonOption
 from .outputs import YAML, OutputFiles, output
 from .session import SESSION
@@ -78,6 +79,9 @@ def run(
         lab = Lab(hosts=hosts, ranks_per_host=ranks, uplinks=uplinks, order=order, shaper=shaper)
     except InvalidInput as error:
         raise InvalidInput(f"--{error}") from None
+    if shutil.which(command[0]) is None:
+        hint = script_hint(command[0]).partition(", or")[0]
+        raise InvalidInput(f"{command[0]}: not an executable file or a command{hint}")
     quiet = quiet or SESSION.quiet
     with lab:
         rights = "rootless" if lab.rootless else "as root"

@@ -94,7 +94,8 @@ def _check_writable(folder: Path, option: str, path: Path) -> None:
     if not folder.exists():
         raise InvalidInput(f"{option}: {path}: there is no directory {folder}")
     if not folder.is_dir():
-        raise InvalidInput(f"{option}: {path}: {folder} is not a directory")
+        which = "is" if folder == path else f"{folder} is"
+        raise InvalidInput(f"{option}: {path}: {which} not a directory")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise InvalidInput(f"{option}: {path}: the directory {folder} may not be written to")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -22,7 +23,7 @@ from ..errors import InvalidInput, StrettoError
 from ..files import write_file
 from ..report.enforced_html import write_enforced_html
 from ..units import format_us
-from .common import json_bytes, say
+from .common import json_bytes, say, script_hint
 from .gain import gain_lines
 from .options import BudgetOption, HtmlOption, JsonOption, PlansOption
 from .run_memory import StatusWatcher, with_memory
@@ -62,6 +63,9 @@ def run(
         raise InvalidInput(f"--budget: must be more than 0 and less than 86400 seconds, not {budget:g}")
     if str(rows) == "-":
         raise InvalidInput("--json: standard output is the job's; name a file")
+    if shutil.which(command[0]) is None and not ("/" in command[0] and Path(command[0]).exists()):
+        say(f"stretto: error: {command[0]}: not found{script_hint(command[0])}", error=True)
+        raise typer.Exit(NOT_FOUND)
     if controller:
         if token_file is None:
             raise InvalidInput("--token-file: must name the token of the controller")
@@ -169,10 +173,10 @@ def _run(command: list[str], address: str, token_path: Path, name: str, more: di
     try:
         process = subprocess.Popen(command, env=environment)
     except FileNotFoundError:
-        say(f"stretto: error: {command[0]}: not found", error=True)
+        say(f"stretto: error: {command[0]}: not found{script_hint(command[0])}", error=True)
         return NOT_FOUND
     except OSError as error:
-        say(f"stretto: error: {command[0]}: {error.strerror}", error=True)
+        say(f"stretto: error: {command[0]}: {error.strerror}{script_hint(command[0])}", error=True)
         return CANNOT_RUN
 
     def forward(number: int, _: object) -> None:

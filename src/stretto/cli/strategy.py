@@ -105,7 +105,9 @@ def build(
         typer.Option("--output", "-o", metavar="FILE", callback=output(*YAML), help="YAML, or JSON by its name."),
     ],
     cluster: OptionalCluster = None,
-    ranks: Annotated[int, typer.Option(min=0, max=65536, help="Ranks by number, where there is no cluster.")] = 0,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, max=65536, help="Ranks by number, where there is no cluster.")
+    ] = None,
     settings: SettingsOption = None,
     serve: Annotated[
         str, typer.Option(metavar="DEVICE,DEVICE", help="Devices (rank3) that do not train, but only serve.")
@@ -121,10 +123,10 @@ def build(
       stretto strategy build ps_balanced -m vgg16 -c autodist_a1 --set staleness=2 -o stale.yaml
       stretto strategy build ps_balanced -m vgg16 --ranks 6 --serve rank4,rank5 -o served.yaml
     """
-    if (cluster is None) == (ranks == 0):
+    if (cluster is None) == (ranks is None):
         raise InvalidInput("build: give either --cluster or --ranks")
     made = make(
-        builder, zoo.load(model, device=device), Cluster.load(cluster) if cluster is not None else ranks,
+        builder, zoo.load(model, device=device), Cluster.load(cluster) if cluster is not None else ranks or 1,
         serve=[name.strip() for name in serve.split(",") if name.strip()], **_numbers(parse_options(settings or [])),
     )  # fmt: skip
     save_strategy(made, target)

@@ -320,6 +320,10 @@ def _check_target(target: Path | None, form: str | None, limits: dict[str, int],
     suffix = f".{form or 'xml'}" if table else target.suffix
     if table and suffix not in SUFFIXES:
         raise unknown("format", form or "", [ending.removeprefix(".") for ending in SUFFIXES])
+    if table and target.suffix in PROGRAM and not target.is_dir():
+        raise InvalidInput(
+            f"--output: {target}: several --bytes make several files; name a directory, without an ending"
+        )
     (Output(folder=True) if table else Output(suffixes=PROGRAM)).check(target, "--output")
     return suffix, "" if SUFFIXES[suffix] == "text" else SUFFIXES[suffix]
 

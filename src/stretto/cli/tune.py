@@ -132,7 +132,9 @@ def tune(
       stretto tune --backend ray -- torchrun --nproc-per-node 8 train.py
     """
     check_backend(backend, ray_address)
-    _check(trials=trials, jobs=jobs, rounds=rounds, budget=budget, allow_stale=allow_stale)
+    if not 0 < budget <= MAX_PLAN_S:
+        raise InvalidInput(f"--budget: must be more than 0 and at most {MAX_PLAN_S:g} seconds, not {budget:g}")
+    _check(trials=trials, jobs=jobs, rounds=rounds, allow_stale=allow_stale)
     _check_words(method=method, ranker=ranker, scratch=scratch)
     if fresh and experience is not None:
         raise InvalidInput("--fresh: means no experience; leave --experience out")
@@ -169,7 +171,7 @@ def tune(
 def _check(**numbers: float) -> None:
     """Refuse numbers out of range before the job is started."""
     limits = {
-        "trials": (1, 10_000), "jobs": (1, 1024), "rounds": (0, MAX_ROUNDS), "budget": (0, MAX_PLAN_S),
+        "trials": (1, 10_000), "jobs": (1, 1024), "rounds": (0, MAX_ROUNDS),
         "allow_stale": (0, MAX_STALENESS),
     }  # fmt: skip
     for name, number in numbers.items():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How each parameter of a model is synchronized: strategies are represented, built, simulated and searched here."""
 
-from .builders import BUILDERS, build
+from .builders import BUILDERS, Resources, build, register_builder
 from .clusters import paper_cluster
 from .compare import StrategyChange, diff, explain
 from .files import load_model, load_strategy, save_model, save_strategy
@@ -16,6 +16,7 @@ __all__ = [
     "StrategyChange",
     "ModelSpec",
     "NodeConfig",
+    "Resources",
     "VariablePart",
     "SimulatedStrategy",
     "Strategy",
@@ -31,6 +32,7 @@ __all__ = [
     "local_step",
     "paper_cluster",
     "plan_strategy",
+    "register_builder",
     "save_model",
     "save_strategy",
     "search",

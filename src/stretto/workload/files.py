@@ -146,7 +146,9 @@ def dumps(workload: Workload, *, json: bool = False) -> str:
 def read(data: Any) -> Workload:
     """A workload from the plain data of its file; errors carry the path of the bad field."""
     if not isinstance(data, dict) or data.get("stretto") != "workload":
-        raise InvalidInput("$.stretto: must be 'workload'")
+        raise InvalidInput(
+            "$.stretto: must be 'workload'; this is neither a workload file nor a profiler trace (no \"traceEvents\")"
+        )
     if data.get("version") != VERSION:
         raise InvalidInput(f"$.version: must be {VERSION}, not {data.get('version')!r}")
     form = convert(data, _File, where="")

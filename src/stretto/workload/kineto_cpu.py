@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections import defaultdict
 from math import prod
 from typing import Any
@@ -18,6 +19,8 @@ _ROOT_AT = {"broadcast_": 2, "reduce_": 3, "gather_": 3, "scatter_": 3, "send": 
 """The position of the root, or of the peer, among the arguments of a c10d call."""
 _RUNS_AS = {"reduce_scatter": ("gloo:all_reduce", "gloo:reduce_scatter"), "barrier": ("gloo:barrier",)}
 """Names of gloo's spans for calls after which the span is not named."""
+_COMMUNICATES = ("c10d::", "_c10d_functional::", "c10d_functional::")
+"""The begins of names of operators that communicate, or wait for communication."""
 _WHOLE = ("all_gather", "reduce_scatter", "gather", "scatter")
 """Collectives in which one buffer has a part per rank: if only the other is recorded, it counts once per rank."""
 
@@ -45,24 +48,35 @@ def fill(trace: KinetoRank, about: Events) -> None:
     events = sorted(threads[main], key=lambda event: (event.ts, -event.dur))
     calls = [event for event in events if event.name.startswith("c10d::")]
     labels: dict[str, int] = {}
-    for event in _leaves(events):
+    for event in _computing(events):
         trace.works.append(TraceWork(event.ts, event.ts, event.end, HOST, labels.setdefault(event.name, len(labels))))
     ddp = any(event.name == "DistributedDataParallel.forward" for event in events)
     _pair(trace, about, calls, sorted(spans, key=lambda event: event.ts), ddp=ddp)
 
 
-def _leaves(events: list[Event]) -> list[Event]:
-    """The innermost events in order, without collective calls and the events inside them, which are not compute."""
+def _computing(events: list[Event]) -> list[Event]:
+    """The events that compute, in order, none inside another: whole operators, and the innermost of all others.
+
+    An operator's own time is compute although small operators (an allocation, say) run inside it. An event around
+    communication is none: between the calls inside it the thread may wait. Collective calls, waits for them, and what
+    is inside are no compute.
+    """
+    comm = [event for event in events if event.name.startswith(_COMMUNICATES)]
+    comm_starts = [event.ts for event in comm]
     out: list[Event] = []
     skip_until = float("-inf")
     for at, event in enumerate(events):
         if event.ts < skip_until:
             continue
-        if event.name.startswith("c10d::"):
+        if event.name.startswith(_COMMUNICATES):
             skip_until = event.end
             continue
         following = events[at + 1] if at + 1 < len(events) else None
-        if following is None or following.ts >= event.end or (event.dur == 0):
+        inside = bisect_left(comm_starts, event.ts)
+        if event.name.startswith("aten::") and not (inside < len(comm) and comm_starts[inside] < event.end):
+            skip_until = event.end
+            out.append(event)
+        elif following is None or following.ts >= event.end or event.dur == 0:
             out.append(event)
     return out
 

@@ -67,7 +67,10 @@ def problem(
         Infeasible: no channels carry one of the comm-ops.
     """
     if workload.num_ranks > cluster.num_devices:
-        raise InvalidInput(f"{workload.name}: {workload.num_ranks} ranks do not fit on {cluster.num_devices} devices")
+        raise InvalidInput(
+            f"{workload.name}: {workload.num_ranks} ranks do not fit on {cluster.num_devices} devices; take a larger "
+            f"cluster (more nodes or hosts), or a step of fewer ranks (a model with ranks={cluster.num_devices})"
+        )
     model = costs if costs is not None else simulated_costs(cluster)
     menu = Menu(cluster, model)
     alike: dict[tuple[object, ...], list[Op]] = {}

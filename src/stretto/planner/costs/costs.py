@@ -89,8 +89,9 @@ class CostModel(Protocol):
     def algorithms(self, motion: Motion, nbytes: float) -> list[str]:
         """The names of the algorithms that `cost` knows for this motif.
 
-        The order breaks ties between equally fast algorithms. An empty list means that the model cannot move this motif
-        on these channels; options that need it are left out.
+        A plan is carried out with the library's program of that name (a recipe, docs/costs.md); one with other names
+        can only be timed. The order breaks ties between equally fast algorithms. An empty list means that the model
+        cannot move this motif on these channels; options that need it are left out.
         """
         ...
 

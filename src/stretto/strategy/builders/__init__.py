@@ -5,15 +5,14 @@
 >>> build("parallax", zoo.model("ncf_sparse", scale=0.01), 4).is_lossless
 True
 
-A builder is one function and one entry of `_MAKERS`: ``builder(model, there, option=default, ...)`` returns one
-`NodeConfig` per variable of the model, in any order. `build` calls it once per strategy, in the process that asks (the
-command line, the search, or every rank of a job that calls `distribute` without a strategy), so equal arguments must
-give equal results.
+A builder is one function, ``builder(model, there, option=default, ...)``, that returns one `NodeConfig` per variable of
+the model, in any order; ours are entries of `_MAKERS`, others are made known by `register_builder`. `build` calls it
+once per strategy, in the process that asks (the command line, the search, or every rank of a job that calls
+`distribute` without a strategy), so equal arguments must give equal results.
 
 * It may assume a valid `ModelSpec` and `Resources` with at least one device; it needs no cluster and no running job.
 * Options come after the first two parameters and have defaults: a bool or int default fixes the type that is accepted.
-  The
-  builder checks ranges and raises `InvalidInput` that begins with the option's name.
+  The builder checks ranges and raises `InvalidInput` that begins with the option's name.
 * It names devices by ``there.devices``. It sets no encoder and no staleness: `build` adds these to all nodes
   afterwards.
 * The first line of its docstring is what the command line shows. `build` checks the result against the model.
@@ -60,9 +59,26 @@ _MAKERS: dict[str, Builder] = {
     "zero1": sharded.zero1,
     "zero2": sharded.zero2,
 }
-BUILDERS: dict[str, Info] = {
-    name: Info(make=make, about=(make.__doc__ or "").partition("\n")[0]) for name, make in _MAKERS.items()
-}
+BUILDERS: dict[str, Info] = {}
+
+
+def register_builder(name: str, make: Builder) -> None:
+    """Make a builder known by a name: to `build`, to searches, and to the command line where its module is imported.
+
+    Args:
+        name: the name, which no other builder has.
+        make: the builder; see the contract above.
+
+    Raises:
+        InvalidInput: another builder has this name.
+    """
+    if name in BUILDERS:
+        raise InvalidInput(f"name: there is a builder {name!r} already")
+    BUILDERS[name] = Info(make=make, about=(make.__doc__ or "").partition("\n")[0])
+
+
+for _name, _make in _MAKERS.items():
+    register_builder(_name, _make)
 
 
 def build(
@@ -145,4 +161,4 @@ def _adjusted(node: NodeConfig, variable: Variable, encoder: str, staleness: int
     return replace(node, sync=one(node.sync), parts=tuple(one(part) for part in node.parts))
 
 
-__all__ = ["BUILDERS", "Info", "Resources", "build"]
+__all__ = ["BUILDERS", "Info", "Resources", "build", "register_builder"]
