@@ -5,6 +5,7 @@
 namespace stretto {
 void bind_steiner(nb::module_& m);
 void bind_timetable(nb::module_& m);
+void bind_soft_timetable(nb::module_& m);
 void bind_gpu_streams(nb::module_& m);
 }
 
@@ -22,6 +23,7 @@ NB_MODULE(_native, m) {
   stretto::bind_steiner(m);
   stretto::bind_tree_pairs(m);
   stretto::bind_timetable(m);
+  stretto::bind_soft_timetable(m);
   stretto::bind_schedule(m);
   stretto::bind_search(m);
   stretto::bind_dimensions(m);

@@ -252,6 +252,23 @@ def timetable(
     seed: int,
     home: NDArray[np.int32],
 ) -> tuple[int, NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8], NDArray[np.float64]]: ...
+def soft_timetable(
+    *,
+    num_ranks: int,
+    link_src: NDArray[np.int32],
+    link_dst: NDArray[np.int32],
+    slot_us: NDArray[np.float64],
+    tail_us: NDArray[np.float64],
+    extra_us: float,
+    pieces: int,
+    until_us: float,
+    full_us: float,
+    spans: int,
+    passes: int,
+    tries: int,
+    seed: int,
+    home: NDArray[np.int32],
+) -> tuple[bool, NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8], NDArray[np.float64]]: ...
 def pack_forest(
     num_nodes: int,
     src: NDArray[np.int32],

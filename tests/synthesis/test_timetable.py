@@ -85,6 +85,65 @@ def test_a_horizon_that_is_too_short_is_missed() -> None:
     assert slots_of(1, 5.0)[1] == 10
 
 
+def soft_of(seed: int, until_us: float, home: list[int]) -> tuple[st.Cluster, bool, tuple[Any, ...]]:
+    """A timetable of thirty pieces whose links may be overfull, straight from the native code."""
+    cluster = direct(5, seed)
+    size = 1e4 / (cluster.link_gb_per_s * 1e3)
+    alpha = cluster.link_alpha_us.astype(np.float64)
+    found = _native.soft_timetable(
+        num_ranks=5, link_src=cluster.link_src, link_dst=cluster.link_dst, slot_us=size, tail_us=alpha,
+        extra_us=0.1, pieces=30, until_us=until_us, full_us=0.2 * until_us, spans=6, passes=6, tries=6, seed=seed,
+        home=np.array(home, np.int32),
+    )  # fmt: skip
+    return cluster, found[0], found[1:]
+
+
+@pytest.mark.parametrize("gathers_only", [False, True])
+@pytest.mark.parametrize("seed", range(10))
+def test_pieces_of_a_soft_timetable_leave_after_they_are_there(seed: int, gathers_only: bool) -> None:
+    home = [k % 5 for k in range(30)] if gathers_only else []
+    cluster, fits, (hop, piece, gathers, start) = soft_of(seed, 200.0, home)
+    assert fits and len(hop) == 30 * (1 if home else 2) * 4
+    arrive = start + 1e4 / (cluster.link_gb_per_s[hop] * 1e3) + cluster.link_alpha_us[hop]
+    assert start.min() >= 0 and arrive.max() <= 200 + 1e-6
+    for k in range(30):
+        mine = np.flatnonzero(piece == k)
+        assert np.bincount(cluster.link_dst[hop[mine]][gathers[mine] == 0], minlength=5).max() == 1
+        if home:
+            assert home[k] not in cluster.link_dst[hop[mine]] and not gathers[mine].any()
+        for send in mine:
+            rank = cluster.link_src[hop[send]]
+            into = mine[(cluster.link_dst[hop[mine]] == rank) & (gathers[mine] >= gathers[send])]
+            assert np.all(arrive[into] + 0.1 * gathers[into] <= start[send] + 1e-9)
+
+
+def test_a_soft_timetable_that_is_too_short_fits_nowhere() -> None:
+    assert not soft_of(1, 5.0, [])[1]
+
+
+def test_links_may_differ_in_rate_by_more_than_slots_allow() -> None:
+    cluster = direct(5, 3, most=1e6)
+    program = timetable.synthesize(st.AllReduce(5), cluster, nbytes=1e4, budget_s=0.3)
+    bound = st.lower_bound(st.AllReduce(5), cluster, 1e4).total_us
+    assert st.simulate(program, cluster, nbytes=1e4).total_us < 1.5 * bound
+
+
+def test_a_link_that_the_bytes_need_late_is_not_filled_early() -> None:
+    """`digraph8` of seed 20261118: all links into one device must be busy with sums from soon after the beginning."""
+    ends = """0 1 50 1.88, 0 2 40 3.92, 0 5 5 3.76, 1 4 30 1.6, 1 5 15 2.52, 1 6 40 .99, 2 0 7 .61, 2 1 50 3.16,
+        2 3 15 2.49, 2 6 25 .43, 3 0 15 .74, 3 2 8 4.38, 3 7 12 .5, 4 2 5 2.52, 4 5 40 2.85, 4 7 15 3.77, 5 0 50 1.22,
+        5 4 20 1.1, 6 3 25 .5, 6 5 20 .56, 6 7 7 .98, 7 1 20 2.76, 7 3 12 4.95, 7 5 15 1.72"""
+    rows = [[float(word) for word in row.split()] for row in ends.split(",")]
+    links = [Link(src=int(a), dst=int(b), gb_per_s=rate, alpha_us=alpha) for a, b, rate, alpha in rows]
+    cluster = st.Cluster.build("d8", nodes=[Node(name=f"d{k}", host=k) for k in range(8)], links=links)
+    search = timetable._Search(st.AllReduce(8), cluster, 1e6, "pipelined", 0)
+    search.open(until=float("inf"))
+    for _ in range(8):
+        search.settle(search.aligned(1100))
+    assert search.best is not None
+    assert search.best.plan.total_us < 1.11 * st.lower_bound(st.AllReduce(8), cluster, 1e6).total_us
+
+
 def test_a_line_is_near_its_bound_with_few_pieces() -> None:
     """Pairs of trees with one root stay 2 % above it, however many pieces they have."""
     links = [Link(src=a, dst=b, gb_per_s=30.0, alpha_us=0.8) for k in range(7) for a, b in ((k, k + 1), (k + 1, k))]
@@ -108,5 +167,3 @@ def test_what_it_is_not_for_is_refused() -> None:
         timetable.synthesize(st.AllReduce([0, 5]), st.Cluster.load("torus:4x4"), nbytes=1e6)
     with pytest.raises(Infeasible, match="nothing beside the bytes"):
         timetable.synthesize(st.AllReduce(4), st.Cluster.load("ring:4"), nbytes=1e9)
-    with pytest.raises(Infeasible, match="differ too much"):
-        timetable.synthesize(st.AllReduce(5), direct(5, 3, most=1e6), nbytes=1e4)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives as timetables: every piece gets trees of its own, put into the time that links have left.
 
-Rates alone do not say when a link is free, and where latencies and bytes take about as long, that decides. So pieces
-are put in one after the other (``native/timetable.cpp``): for a root and a moment at which it knows the sum, one tree
-is grown backwards in time and one forwards, over what is still free. What no longer fits makes others move. A horizon
-that was met is tightened, one that was missed is loosened a little; each full timetable is planned again by urgency
-(`justify`), which closes the gaps that its slots leave. In an all-gather pieces have the second tree only, from the
-rank whose they are; a reduce-scatter is an all-gather backwards.
+Rates alone do not say when a link is free, and where latencies and bytes take about as long, that decides. First pieces
+are moved about in timetables in which links may be overfull (``native/timetable_soft.cpp``), so that each learns what
+the others need. Then pieces are put in one after the other (``native/timetable.cpp``): for a root and a moment at which
+it knows the sum, one tree is grown backwards in time and one forwards, over what is still free. What no longer fits
+makes others move. A horizon that was met is tightened, one that was missed is loosened a little. Each full timetable is
+planned again by urgency (`justify`), which closes the gaps that its slots leave. In an all-gather pieces have the
+second tree only, from the rank whose they are; a reduce-scatter is an all-gather backwards.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +59,18 @@ EFFORT = 4
 """The insertions after which a horizon counts as missed, for each piece."""
 ALIGN = 0.2
 """How far the number of pieces may be from the wanted one, so that latencies are whole numbers of slots."""
+SOFT = 0.5
+"""The share of the budget for timetables in which links may be overfull."""
+SOFT_SENDS = 16_000
+"""The sends of them after some coarse ones."""
+SOFT_COARSE = 2
+"""How many coarse ones are made first."""
+SOFT_FULL, SOFT_SPANS = (0.1, 0.2, 0.4, 0.8), (8, 12, 16, 20, 24, 32)
+"""What a full span costs, as a delay over the horizon, and the spans of time: one of these for each."""
+SOFT_PASSES, SOFT_TRIES = 12, 6
+"""How often every piece is moved, and the roots and moments that are tried then."""
+SOFT_TIGHTER = (0.9, 1.0)
+"""The horizon of such a timetable over the time of the best plan: anything between these."""
 WARMING, SEARCHING = 0.1, 0.85
 """The shares of the budget after which links are no longer packed, and no more timetables are begun."""
 
@@ -112,21 +126,29 @@ def synthesize(
     search = _Search(collective, cluster, nbytes, alpha, seed)
     search.open(until=began + WARMING * budget_s)
     pieces = search.aligned(FIRST_SENDS / (2 * (collective.num_ranks - 1)))
+    search.soften(pieces, until=began + SOFT * budget_s)
+    if search.has_slots(pieces):
+        _tighten(search, pieces, began, budget_s, tell)
+    program = search.finished(until=began + 0.95 * budget_s)
+    program.verify()
+    return program
+
+
+def _tighten(search: _Search, pieces: int, began: float, budget_s: float, tell: Progress) -> None:
+    """Timetables whose links have slots: coarse ones first, then as fine as the budget allows."""
     until = began + SEARCHING * budget_s
     first, probes = time.monotonic(), 0
-    while search.best is None or (not search.missed_us and time.monotonic() < began + PROBING * budget_s):
+    while not probes or (not search.missed_us and time.monotonic() < began + (SOFT + PROBING) * budget_s):
         search.attempt(pieces)
         probes += 1
+    assert search.best is not None
     each = (time.monotonic() - first) / probes
     finer = min(max(1.0, budget_s / ATTEMPTS / max(each, 1e-6)), MOST_SENDS / FIRST_SENDS)
     tell(f"{pieces} pieces: {search.best.plan.total_us:.6g} us", 0.2)
     pieces, search.missed_us = search.aligned(finer * pieces), 0.0
-    while time.monotonic() + finer * each < until:
+    while search.has_slots(pieces) and time.monotonic() + finer * each < until:
         search.attempt(pieces)
         tell(f"{pieces} pieces: {search.best.plan.total_us:.6g} us", min(0.9, (time.monotonic() - began) / budget_s))
-    program = search.finished(until=began + 0.95 * budget_s)
-    program.verify()
-    return program
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -150,6 +172,7 @@ class _Search:
         self._spreads = collective.kind == "all_gather"
         self._random = np.random.default_rng(seed)
         self._horizon_us, self._met_us, self.missed_us = np.inf, np.inf, 0.0
+        self._soft_us = np.inf
 
     def open(self, *, until: float) -> None:
         """Set the first horizon: what the best trees take for the bytes, and the longest way there and back."""
@@ -158,7 +181,8 @@ class _Search:
         bytes_us = self.nbytes / packing.gb_per_s / 1e3
         if min(latency) < LATENCY_MATTERS * bytes_us:
             raise Infeasible("timetable: latencies are nothing beside the bytes; pairs of trees in turn do as well")
-        self._horizon_us = LOOSE * (bytes_us + max(latency))
+        self._soft_us = bytes_us + max(latency)
+        self._horizon_us = LOOSE * self._soft_us
 
     def aligned(self, wanted: float) -> int:
         """A number of pieces near the wanted one with which latencies lose little in slots."""
@@ -175,28 +199,73 @@ class _Search:
         lost = (np.ceil(slots - 1e-6) - slots) / counts[:, None]
         return int(counts[np.argmin(lost.mean(axis=1))])
 
-    def attempt(self, pieces: int) -> None:
-        """Fill one timetable, plan it again, and set the next horizon."""
+    def _network(self, pieces: int) -> dict[str, Any]:
+        """What all timetables of so many pieces are given."""
         cluster, blocks, size = self.cluster, self.alpha == "blocking", self.nbytes / pieces
         own = self._hops.link  # every hop is one link
         alpha, rate = cluster.link_alpha_us[own].astype(np.float64), cluster.link_gb_per_s[own] * 1e3
-        if self._horizon_us * float(cluster.link_gb_per_s.max()) * 1e3 / size > MOST_SLOTS:
-            raise Infeasible("timetable: the rates of links differ too much to cut time into slots")
         home = np.arange(pieces if self._spreads else 0, dtype=np.int32) % self.collective.num_ranks
-        missing, hop, piece, gathers, start = _native.timetable(
-            num_ranks=self.collective.num_ranks, link_src=self._src, link_dst=self._dst,
-            slot_us=size / rate + (alpha if blocks else 0.0), tail_us=np.zeros_like(alpha) if blocks else alpha,
-            extra_us=size * cluster.reduce_us_per_mb / 1e6, pieces=pieces, until_us=self._horizon_us,
-            full_us=float(self._random.choice(FULL)) * self._horizon_us, tries=TRIES,
-            ruin=RUIN, most_insertions=EFFORT * pieces, seed=int(self._random.integers(1 << 31)), home=home,
+        return {
+            "num_ranks": self.collective.num_ranks, "link_src": self._src, "link_dst": self._dst,
+            "slot_us": size / rate + (alpha if blocks else 0.0), "tail_us": np.zeros_like(alpha) if blocks else alpha,
+            "extra_us": size * cluster.reduce_us_per_mb / 1e6, "pieces": pieces, "home": home,
+            "seed": int(self._random.integers(1 << 31)),
+        }  # fmt: skip
+
+    def has_slots(self, pieces: int) -> bool:
+        """Whether rates are near enough to one another to cut the time of every link into slots of one piece."""
+        slots = self._horizon_us * float(self.cluster.link_gb_per_s.max()) * 1e3 / (self.nbytes / pieces)
+        return slots <= MOST_SLOTS
+
+    def soften(self, coarse: int, *, until: float) -> None:
+        """Timetables in which links may be overfull, first of coarse pieces, then of finer ones.
+
+        Args:
+            coarse: The number of coarse pieces.
+            until: When to stop (`time.monotonic`); one is always made.
+        """
+        fine, made, each = self.aligned(SOFT_SENDS / FIRST_SENDS * coarse), 0, 0.0  # each: the seconds for a piece
+        while True:
+            pieces, began = coarse if made < SOFT_COARSE else fine, time.monotonic()
+            if self.best is not None and began + each * pieces > until:
+                break
+            self.settle(pieces)
+            made, each = made + 1, (time.monotonic() - began) / pieces
+        self._horizon_us = min(self._horizon_us, JUMP * self.best.plan.total_us)
+
+    def settle(self, pieces: int) -> None:
+        """One timetable whose links may be overfull, a little shorter than the best plan, planned again."""
+        if self.best is not None:
+            self._soft_us = self.best.plan.total_us * float(self._random.uniform(*SOFT_TIGHTER))
+        fits, *sends = _native.soft_timetable(
+            until_us=self._soft_us, full_us=float(self._random.choice(SOFT_FULL)) * self._soft_us,
+            spans=int(self._random.choice(SOFT_SPANS)), passes=SOFT_PASSES, tries=SOFT_TRIES, **self._network(pieces),
+        )  # fmt: skip
+        if fits:
+            self._keep(pieces, *sends)
+        elif self.best is None:
+            self._soft_us *= LOOSE
+
+    def _keep(
+        self, pieces: int, hop: NDArray[np.int32], piece: NDArray[np.int32], gathers: NDArray[np.uint8], start: Floats
+    ) -> SendPlan:
+        """Plan a timetable again, and keep it if it is the best."""
+        trial = self._planned(pieces, hop, piece.astype(np.int64), gathers.astype(np.bool_), start)
+        if self.best is None or trial.plan.total_us < self.best.plan.total_us:
+            self.best = trial
+        return trial.plan
+
+    def attempt(self, pieces: int) -> None:
+        """Fill one timetable, plan it again, and set the next horizon."""
+        missing, *sends = _native.timetable(
+            until_us=self._horizon_us, full_us=float(self._random.choice(FULL)) * self._horizon_us, tries=TRIES,
+            ruin=RUIN, most_insertions=EFFORT * pieces, **self._network(pieces),
         )  # fmt: skip
         if missing:
             self._set_horizon(self._met_us, self._horizon_us, np.inf)
             return
-        trial = self._planned(pieces, hop, piece.astype(np.int64), gathers.astype(np.bool_), start)
-        if self.best is None or trial.plan.total_us < self.best.plan.total_us:
-            self.best = trial
-        self._set_horizon(self._horizon_us, self.missed_us, JUMP * trial.plan.total_us)
+        trial = self._keep(pieces, *sends)
+        self._set_horizon(self._horizon_us, self.missed_us, JUMP * trial.total_us)
 
     def _set_horizon(self, met_us: float, missed_us: float, promise_us: float) -> None:
         """The next horizon, from the shortest that was met of late and the longest that was missed."""
