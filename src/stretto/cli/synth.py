@@ -121,6 +121,7 @@ FromOption = Annotated[
         "search from there, in a tenth of --budget.",
     ),
 ]
+BY_SWITCH = "a switch adds up and copies: proved by the reader, not run on a GPU, its price not measured"
 LowerOption = Annotated[
     bool,
     typer.Option(
@@ -270,6 +271,8 @@ def _table(
     for note in dict.fromkeys(choice.synthesis.certificate.cut for choice in chosen.choices):
         if note:
             out().print(Text(f"with more time another plan may be found: {note}"), soft_wrap=True)
+    if any(choice.synthesis.certificate.by_switch for choice in chosen.choices):
+        out().print(BY_SWITCH, soft_wrap=True)
     lost = _lost(chosen) if target is not None and options["runtime"] is None else ""
     if lost:
         out().print(lost, markup=False)
@@ -462,7 +465,7 @@ def _print_candidates(console: Console, found: Synthesis, table: ResultTable, ev
     if found.lowering is not None:
         console.print(Text(_lowering_text(found.lowering, certificate)), soft_wrap=True)
         if certificate.by_switch:
-            console.print("a switch adds up and copies: proved by the reader, not run on a GPU, its price not measured")
+            console.print(BY_SWITCH, soft_wrap=True)
         if certificate.cut:
             console.print(Text(f"with more time another plan may be found: {certificate.cut}"), soft_wrap=True)
         if certificate.unfit_for_old:
