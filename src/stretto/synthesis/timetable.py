@@ -61,10 +61,8 @@ ALIGN = 0.2
 """How far the number of pieces may be from the wanted one, so that latencies are whole numbers of slots."""
 SOFT = 0.5
 """The share of the budget for timetables in which links may be overfull."""
-SOFT_SENDS = 16_000
-"""The sends of them after some coarse ones."""
-SOFT_COARSE = 2
-"""How many coarse ones are made first."""
+SOFT_COARSE, SOFT_FINER = 2, (2, 2, 5)
+"""How many of them have the first number of sends, and how many times as many the next ones have, in turn."""
 SOFT_FULL, SOFT_SPANS = (0.1, 0.2, 0.4, 0.8), (8, 12, 16, 20, 24, 32)
 """What a full span costs, as a delay over the horizon, and the spans of time: one of these for each."""
 SOFT_PASSES, SOFT_TRIES = 12, 6
@@ -224,9 +222,13 @@ class _Search:
             coarse: The number of coarse pieces.
             until: When to stop (`time.monotonic`); one is always made.
         """
-        fine, made, each = self.aligned(SOFT_SENDS / FIRST_SENDS * coarse), 0, 0.0  # each: the seconds for a piece
+        made, each = 0, 0.0  # each: the seconds for a piece
         while True:
-            pieces, began = coarse if made < SOFT_COARSE else fine, time.monotonic()
+            began = time.monotonic()
+            finer = 1 if made < SOFT_COARSE else SOFT_FINER[(made - SOFT_COARSE) % len(SOFT_FINER)]
+            if made > SOFT_COARSE and began + each * finer * coarse > until:
+                finer = SOFT_FINER[0]
+            pieces = self.aligned(finer * coarse)
             if self.best is not None and began + each * pieces > until:
                 break
             self.settle(pieces)
