@@ -239,12 +239,12 @@ class _Search:
         """One timetable whose links may be overfull, a little shorter than the best plan, planned again."""
         if self.best is not None:
             self._soft_us = self.best.plan.total_us * float(self._random.uniform(*SOFT_TIGHTER))
-        fits, *sends = _native.soft_timetable(
+        fits, hop, piece, gathers, start = _native.soft_timetable(
             until_us=self._soft_us, full_us=float(self._random.choice(SOFT_FULL)) * self._soft_us,
             spans=int(self._random.choice(SOFT_SPANS)), passes=SOFT_PASSES, tries=SOFT_TRIES, **self._network(pieces),
         )  # fmt: skip
         if fits:
-            self._keep(pieces, *sends)
+            self._keep(pieces, hop, piece, gathers, start)
         elif self.best is None:
             self._soft_us *= LOOSE
 
@@ -259,14 +259,14 @@ class _Search:
 
     def attempt(self, pieces: int) -> None:
         """Fill one timetable, plan it again, and set the next horizon."""
-        missing, *sends = _native.timetable(
+        missing, hop, piece, gathers, start = _native.timetable(
             until_us=self._horizon_us, full_us=float(self._random.choice(FULL)) * self._horizon_us, tries=TRIES,
             ruin=RUIN, most_insertions=EFFORT * pieces, **self._network(pieces),
         )  # fmt: skip
         if missing:
             self._set_horizon(self._met_us, self._horizon_us, np.inf)
             return
-        trial = self._keep(pieces, *sends)
+        trial = self._keep(pieces, hop, piece, gathers, start)
         self._set_horizon(self._horizon_us, self.missed_us, JUMP * trial.total_us)
 
     def _set_horizon(self, met_us: float, missed_us: float, promise_us: float) -> None:
