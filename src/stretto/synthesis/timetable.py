@@ -69,6 +69,8 @@ SOFT_PASSES, SOFT_TRIES = 12, 6
 """How often every piece is moved, and the roots and moments that are tried then."""
 SOFT_TIGHTER = (0.9, 1.0)
 """The horizon of such a timetable over the time of the best plan: anything between these."""
+SOFT_LATE, SOFT_NARROWER, SOFT_WIDER = 0.995, 1.01, 0.998
+"""From which share of a plan's time on a link ends late, how much slower it then counts, and how that wears off."""
 WARMING, SEARCHING = 0.1, 0.85
 """The shares of the budget after which links are no longer packed, and no more timetables are begun."""
 
@@ -171,6 +173,7 @@ class _Search:
         self._random = np.random.default_rng(seed)
         self._horizon_us, self._met_us, self.missed_us = np.inf, np.inf, 0.0
         self._soft_us = np.inf
+        self._narrow = np.ones(len(self._src))
 
     def open(self, *, until: float) -> None:
         """Set the first horizon: what the best trees take for the bytes, and the longest way there and back."""
@@ -239,23 +242,30 @@ class _Search:
         """One timetable whose links may be overfull, a little shorter than the best plan, planned again."""
         if self.best is not None:
             self._soft_us = self.best.plan.total_us * float(self._random.uniform(*SOFT_TIGHTER))
+        network = self._network(pieces)
+        network["slot_us"] = network["slot_us"] * self._narrow
         fits, hop, piece, gathers, start = _native.soft_timetable(
             until_us=self._soft_us, full_us=float(self._random.choice(SOFT_FULL)) * self._soft_us,
-            spans=int(self._random.choice(SOFT_SPANS)), passes=SOFT_PASSES, tries=SOFT_TRIES, **self._network(pieces),
+            spans=int(self._random.choice(SOFT_SPANS)), passes=SOFT_PASSES, tries=SOFT_TRIES, **network,
         )  # fmt: skip
-        if fits:
-            self._keep(pieces, hop, piece, gathers, start)
-        elif self.best is None:
+        if not fits:
             self._soft_us *= LOOSE
+            return
+        trial = self._keep(pieces, hop, piece, gathers, start)
+        # Links that end last were asked for too much: the next timetables take them to be a little slower.
+        end = np.zeros_like(self._narrow)
+        np.maximum.at(end, trial.sends.program.route, trial.plan.arrive_us)
+        late = end > SOFT_LATE * trial.plan.total_us
+        self._narrow = np.where(late, SOFT_NARROWER * self._narrow, np.maximum(1.0, SOFT_WIDER * self._narrow))
 
     def _keep(
         self, pieces: int, hop: NDArray[np.int32], piece: NDArray[np.int32], gathers: NDArray[np.uint8], start: Floats
-    ) -> SendPlan:
+    ) -> _Trial:
         """Plan a timetable again, and keep it if it is the best."""
         trial = self._planned(pieces, hop, piece.astype(np.int64), gathers.astype(np.bool_), start)
         if self.best is None or trial.plan.total_us < self.best.plan.total_us:
             self.best = trial
-        return trial.plan
+        return trial
 
     def attempt(self, pieces: int) -> None:
         """Fill one timetable, plan it again, and set the next horizon."""
@@ -267,7 +277,7 @@ class _Search:
             self._set_horizon(self._met_us, self._horizon_us, np.inf)
             return
         trial = self._keep(pieces, hop, piece, gathers, start)
-        self._set_horizon(self._horizon_us, self.missed_us, JUMP * trial.total_us)
+        self._set_horizon(self._horizon_us, self.missed_us, JUMP * trial.plan.total_us)
 
     def _set_horizon(self, met_us: float, missed_us: float, promise_us: float) -> None:
         """The next horizon, from the shortest that was met of late and the longest that was missed."""
