@@ -46,7 +46,12 @@ class SoftTimetable {
         before_(ranks), behind_(ranks), at_(ranks), key_(ranks), done_(ranks), draw_(seed) {
     auto links = (int64_t)link_src.shape(0);
     load_.assign(links * spans, 0), price_.assign(links * spans, 0);
-    for (int32_t l = 0; l < (int32_t)links; l++) in_[dst_[l]].push_back(l), out_[src_[l]].push_back(l), holds_.push_back(span_us_ / slot[l]);
+    for (int32_t l = 0; l < (int32_t)links; l++) {
+      in_[dst_[l]].push_back(l), out_[src_[l]].push_back(l);
+      // What leaves after the last moment is too late: the last spans hold less, or nothing.
+      for (int32_t b = 0; b < spans; b++)
+        holds_.push_back(std::max(std::min(span_us_, until - tail[l] - b * span_us_), kTiny) / slot[l]);
+    }
     for (auto& pair : pairs) pair.gather.resize(n_), pair.spread.resize(n_);
     trial_.gather.resize(n_), trial_.spread.resize(n_);
     std::vector<SoftStep> tree(n_);
@@ -86,7 +91,7 @@ class SoftTimetable {
   double chance() { return (double)(draw_() >> 11) * 0x1p-53; }
   int32_t span(double us) const { return std::clamp((int32_t)(us / span_us_), 0, spans_ - 1); }
   size_t place(const SoftStep& step) const { return (size_t)step.link * spans_ + span(step.start); }
-  void set_price(size_t k) { price_[k] = full_us_ * std::exp(std::min(kMost, steep_ * (load_[k] / holds_[k / spans_] - 1))); }
+  void set_price(size_t k) { price_[k] = full_us_ * std::exp(std::min(kMost, steep_ * (load_[k] / holds_[k] - 1))); }
 
   // Calls what is given with the span of each send.
   template <class F>

@@ -101,6 +101,22 @@ class PieceSearch:
             reached = min(reached, *times.values())
             pieces *= 4 if pieces < few else 2
 
+    def attempt(self, sends: PieceSends, lead: float, margin: float) -> float:
+        """Try one way to pace sends.
+
+        Args:
+            sends: The sends of some number of pieces.
+            lead: How many pieces a rank may send before their turn.
+            margin: How many pieces earlier than in the plan the arrival is that a send waits for.
+
+        Returns:
+            The time of that program.
+        """
+        _, took, program = next(self._candidates(sends, [(lead, margin)], 1))
+        if self.best is None or took < self.best[0]:
+            self.best = took, program
+        return took
+
     def justify(self, sends: PieceSends, *, shakes: int = 0) -> float:
         """Try the sends by their urgency instead of piece after piece.
 

@@ -61,16 +61,16 @@ ALIGN = 0.2
 """How far the number of pieces may be from the wanted one, so that latencies are whole numbers of slots."""
 SOFT = 0.5
 """The share of the budget for timetables in which links may be overfull."""
-SOFT_SENDS = 16_000
-"""The sends of them after some coarse ones."""
-SOFT_COARSE = 2
-"""How many coarse ones are made first."""
+SOFT_COARSE, SOFT_FINER = 2, (2, 2, 5)
+"""How many of them have the first number of sends, and how many times as many the next ones have, in turn."""
 SOFT_FULL, SOFT_SPANS = (0.1, 0.2, 0.4, 0.8), (8, 12, 16, 20, 24, 32)
 """What a full span costs, as a delay over the horizon, and the spans of time: one of these for each."""
 SOFT_PASSES, SOFT_TRIES = 12, 6
 """How often every piece is moved, and the roots and moments that are tried then."""
 SOFT_TIGHTER = (0.9, 1.0)
 """The horizon of such a timetable over the time of the best plan: anything between these."""
+SOFT_LATE, SOFT_NARROWER, SOFT_WIDER = 0.995, 1.01, 0.998
+"""From which share of a plan's time on a link ends late, how much slower it then counts, and how that wears off."""
 WARMING, SEARCHING = 0.1, 0.85
 """The shares of the budget after which links are no longer packed, and no more timetables are begun."""
 
@@ -173,6 +173,7 @@ class _Search:
         self._random = np.random.default_rng(seed)
         self._horizon_us, self._met_us, self.missed_us = np.inf, np.inf, 0.0
         self._soft_us = np.inf
+        self._narrow = np.ones(len(self._src))
 
     def open(self, *, until: float) -> None:
         """Set the first horizon: what the best trees take for the bytes, and the longest way there and back."""
@@ -224,9 +225,13 @@ class _Search:
             coarse: The number of coarse pieces.
             until: When to stop (`time.monotonic`); one is always made.
         """
-        fine, made, each = self.aligned(SOFT_SENDS / FIRST_SENDS * coarse), 0, 0.0  # each: the seconds for a piece
+        made, each = 0, 0.0  # each: the seconds for a piece
         while True:
-            pieces, began = coarse if made < SOFT_COARSE else fine, time.monotonic()
+            began = time.monotonic()
+            finer = 1 if made < SOFT_COARSE else SOFT_FINER[(made - SOFT_COARSE) % len(SOFT_FINER)]
+            if made > SOFT_COARSE and began + each * finer * coarse > until:
+                finer = SOFT_FINER[0]
+            pieces = self.aligned(finer * coarse)
             if self.best is not None and began + each * pieces > until:
                 break
             self.settle(pieces)
@@ -237,35 +242,42 @@ class _Search:
         """One timetable whose links may be overfull, a little shorter than the best plan, planned again."""
         if self.best is not None:
             self._soft_us = self.best.plan.total_us * float(self._random.uniform(*SOFT_TIGHTER))
-        fits, *sends = _native.soft_timetable(
+        network = self._network(pieces)
+        network["slot_us"] = network["slot_us"] * self._narrow
+        fits, hop, piece, gathers, start = _native.soft_timetable(
             until_us=self._soft_us, full_us=float(self._random.choice(SOFT_FULL)) * self._soft_us,
-            spans=int(self._random.choice(SOFT_SPANS)), passes=SOFT_PASSES, tries=SOFT_TRIES, **self._network(pieces),
+            spans=int(self._random.choice(SOFT_SPANS)), passes=SOFT_PASSES, tries=SOFT_TRIES, **network,
         )  # fmt: skip
-        if fits:
-            self._keep(pieces, *sends)
-        elif self.best is None:
+        if not fits:
             self._soft_us *= LOOSE
+            return
+        trial = self._keep(pieces, hop, piece, gathers, start)
+        # Links that end last were asked for too much: the next timetables take them to be a little slower.
+        end = np.zeros_like(self._narrow)
+        np.maximum.at(end, trial.sends.program.route, trial.plan.arrive_us)
+        late = end > SOFT_LATE * trial.plan.total_us
+        self._narrow = np.where(late, SOFT_NARROWER * self._narrow, np.maximum(1.0, SOFT_WIDER * self._narrow))
 
     def _keep(
         self, pieces: int, hop: NDArray[np.int32], piece: NDArray[np.int32], gathers: NDArray[np.uint8], start: Floats
-    ) -> SendPlan:
+    ) -> _Trial:
         """Plan a timetable again, and keep it if it is the best."""
         trial = self._planned(pieces, hop, piece.astype(np.int64), gathers.astype(np.bool_), start)
         if self.best is None or trial.plan.total_us < self.best.plan.total_us:
             self.best = trial
-        return trial.plan
+        return trial
 
     def attempt(self, pieces: int) -> None:
         """Fill one timetable, plan it again, and set the next horizon."""
-        missing, *sends = _native.timetable(
+        missing, hop, piece, gathers, start = _native.timetable(
             until_us=self._horizon_us, full_us=float(self._random.choice(FULL)) * self._horizon_us, tries=TRIES,
             ruin=RUIN, most_insertions=EFFORT * pieces, **self._network(pieces),
         )  # fmt: skip
         if missing:
             self._set_horizon(self._met_us, self._horizon_us, np.inf)
             return
-        trial = self._keep(pieces, *sends)
-        self._set_horizon(self._horizon_us, self.missed_us, JUMP * trial.total_us)
+        trial = self._keep(pieces, hop, piece, gathers, start)
+        self._set_horizon(self._horizon_us, self.missed_us, JUMP * trial.plan.total_us)
 
     def _set_horizon(self, met_us: float, missed_us: float, promise_us: float) -> None:
         """The next horizon, from the shortest that was met of late and the longest that was missed."""

@@ -37,6 +37,11 @@ WORKING_AHEAD = 0.8
 FEWEST = 4
 """The fewest pieces for each pair in such a program."""
 
+DRAWN, IDLE = 100, 40
+"""How many numbers of pieces and ways to pace them are drawn at last, and after how many in vain that ends."""
+DRAWN_PIECES, DRAWN_LEAD, DRAWN_MARGIN = (0.25, 4.0), (2.0, 64.0), (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
+"""Pieces beside the best number so far, how many may be sent before their turn, and margins, of those."""
+
 Progress = Callable[[str, float], None]
 
 
@@ -58,7 +63,7 @@ def synthesize(
         cluster: The cluster.
         nbytes: The size in bytes, > 0.
         budget_s: The seconds to search; one program is always finished.
-        seed: Ignored: there is no chance involved.
+        seed: The seed of the ways to pace pieces that are tried at last.
         progress: Called with a line of text and the fraction done, 0..1.
         alpha: "pipelined" or "blocking", as in `simulate`.
         max_transfers: The most transfers of a program with more than one piece.
@@ -69,7 +74,6 @@ def synthesize(
     Raises:
         Infeasible: The collective is no standard all-reduce, or some rank does not reach another one.
     """
-    del seed
     began = time.monotonic()
     tell = progress or (lambda message, fraction: None)
     if collective.kind != "all_reduce" or collective.num_ranks < 2:
@@ -91,10 +95,32 @@ def synthesize(
     for pairs in ways:
         sends = partial(piece_sends, collective, cluster, pairs, nbytes=nbytes)
         search.climb(sends, first=len(pairs), few=FEW * len(pairs), most=most)
+    if _passes_switches(quickest):
+        # With latencies that count less there are other shares, which may do better where pieces overlap.
+        until, lighter = search.until, WEIGHTS[-1]
+        ways.append(quickest_pairs(cluster, collective.ranks, nbytes, packing, weight=lighter, until=until)[1])
+        _draw(search, collective, ways, most=most, seed=seed)
     best = search.best
     assert best is not None
     best[1].verify()
     return best[1]
+
+
+def _draw(search: PieceSearch, collective: Collective, ways: list[list[TreePair]], *, most: float, seed: int) -> None:
+    """Draw numbers of pieces and ways to pace them around the best, since both have many local optima on switches."""
+    draw = np.random.default_rng(seed)
+    center = min(search.finest, key=lambda pieces: search.finest[pieces][0])
+    idle = 0
+    for _ in range(DRAWN):
+        if time.monotonic() > search.until or idle > IDLE:
+            return
+        pairs = ways[int(draw.integers(len(ways)))]
+        pieces = max(len(pairs), int(min(center * np.exp(draw.uniform(*np.log(DRAWN_PIECES))), most)))
+        lead, margin = float(np.exp(draw.uniform(*np.log(DRAWN_LEAD)))), float(draw.choice(DRAWN_MARGIN))
+        assert search.best is not None
+        before = search.best[0]
+        sends = piece_sends(collective, search.cluster, pairs, pieces, nbytes=search.nbytes)
+        idle = 0 if search.attempt(sends, lead, margin) < before else idle + 1
 
 
 def _work_ahead(
