@@ -3,8 +3,9 @@
 
 VGG16 (138 M parameters), ResNet-101 (45 M), BERT with 12 layers (109 M) and NCF (122 M), in 32 bits, on four hosts
 with one rank each behind shaped uplinks; two further hosts only serve in the rows `... on servers`. Every parameter
-is there, every gradient is sent and every parameter updated; forward and backward passes are pauses of the zoo's
-times for a T4 (a roofline, not a measurement), so that processors do nothing but move bytes. A step is right if every
+is there, every gradient is sent and every parameter updated; forward and backward passes are pauses, so that
+processors do nothing but move bytes: of the zoo's times for a T4 (a roofline), or in the cases `measured ...` of one
+measurement of all layers on a processor of this machine, one sample (`strategy_compute.py`). A step is right if every
 parameter has the sum that all ranks' gradients give (`exact`).
 
 `ratio` is the time of DDP's buckets (`all_reduce`) over a system's; `predicted_us` is `simulate_strategy` on the lab's
@@ -23,11 +24,12 @@ from statistics import median, pstdev
 from typing import Any
 
 from common import Row, run_cases
+from strategy_compute import measured
 
 from stretto.cluster import Cluster
 from stretto.lab import Lab, unavailable
 from stretto.lab.layout import wire_bytes
-from stretto.strategy import build, simulate_strategy, zoo
+from stretto.strategy import ModelSpec, build, simulate_strategy, zoo
 
 RANK = Path(__file__).with_name("strategy_full_rank.py")
 MODELS = ("vgg16", "resnet101", "bert_12l", "ncf_dense")
@@ -47,17 +49,17 @@ SYSTEMS: dict[str, tuple[str, int, dict[str, Any]]] = {
 QUICK = ("all_reduce", "partitioned_ps", "partitioned_ps on servers")
 
 
-def predicted(name: str, system: str, cluster: Cluster) -> tuple[float, float]:
+def predicted(spec: ModelSpec, system: str, cluster: Cluster) -> tuple[float, float]:
     """The simulated time of a step, and the least that its busiest link or its compute takes."""
     builder, ranks, options = SYSTEMS[system]
-    model = replace(zoo.model(name), runtime="torch")
+    model = replace(spec, runtime="torch")
     names = list(cluster.node_names[:ranks])
     strategy = build(builder, model, names, serve=names[TRAINS:], **options)
     found = simulate_strategy(strategy, model, cluster)
     return found.iteration_us, found.bound_us
 
 
-def case(quick: bool, name: str) -> list[Row]:
+def case(quick: bool, name: str, replayed: bool = False) -> list[Row]:
     """One model under all strategies."""
     if reason := unavailable():
         print(f"{name}: skipped: {reason}", file=sys.stderr)
@@ -67,10 +69,12 @@ def case(quick: bool, name: str) -> list[Row]:
         {"name": system, "builder": SYSTEMS[system][0], "ranks": SYSTEMS[system][1], "options": SYSTEMS[system][2]}
         for system in chosen
     ]
+    spec = measured(name) if replayed else zoo.model(name)
+    times = {v.name: (v.forward_us, v.backward_us) for v in spec.variables}
     lines: dict[str, Any] = {}
     for hosts in (TRAINS, TRAINS + SERVES):
         there = [job for job in jobs if job["ranks"] == hosts]
-        about = {"model": name, "trains": TRAINS, "steps": 1 if quick else STEPS, "jobs": there}
+        about = {"model": name, "times": times, "trains": TRAINS, "steps": 1 if quick else STEPS, "jobs": there}
         with Lab(hosts=hosts, ranks_per_host=1, uplinks={"eth": RATE}) as lab:
             cluster = lab.cluster()
             done = lab.run([sys.executable, str(RANK), json.dumps(about)], timeout_s=1500)
@@ -79,13 +83,14 @@ def case(quick: bool, name: str) -> list[Row]:
         lines |= {line["system"]: line for line in map(json.loads, done.outputs[0].splitlines()) if "system" in line}
     base = median(lines["all_reduce"]["times_us"])
     share = wire_bytes(1 << 20) / (1 << 20)
-    millions = sum(v.elements for v in zoo.model(name).variables) / 1e6
+    millions = sum(v.elements for v in spec.variables) / 1e6
+    label = f"{name}, {millions:.0f} M parameters{', measured' * replayed}"
     rows: list[Row] = []
     for system, line in lines.items():
         took = median(line["times_us"])
-        guess, bound = predicted(name, system, cluster)
+        guess, bound = predicted(spec, system, cluster)
         rows.append({
-            "case": f"{name}, {millions:.0f} M parameters", "system": system, "exact": line["exact"], "step_us": took,
+            "case": label, "system": system, "exact": line["exact"], "step_us": took,
             "deviation": pstdev(line["times_us"]) / took, "ratio": base / took, "predicted_us": guess * share,
             "error": took / (guess * share) - 1, "bound_us": bound * share, "over_bound": took / (bound * share) - 1,
             "cpu": line["cpu"], "machine_cpu": line["machine_cpu"], "peak_mb": line["peak_mb"],
@@ -94,6 +99,7 @@ def case(quick: bool, name: str) -> list[Row]:
 
 
 PARTS = {name: partial(case, name=name) for name in MODELS}
+PARTS |= {f"measured {name}": partial(case, name=name, replayed=True) for name in MODELS}
 
 
 if __name__ == "__main__":

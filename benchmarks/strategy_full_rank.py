@@ -7,6 +7,7 @@ import json
 import resource
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -67,7 +68,12 @@ class Replayed(nn.Module):
 def run(case: dict[str, Any], job: dict[str, Any], trainers: Any) -> None:
     """Train under one strategy: a step to warm up, whose result is known, then steps for the clock."""
     rank, count, trains = dist.get_rank(), job["ranks"], case["trains"]
-    model = Replayed(zoo.model(case["model"]), rank)
+    times = case["times"]
+    variables = tuple(
+        replace(v, forward_us=times[v.name][0], backward_us=times[v.name][1])
+        for v in zoo.model(case["model"]).variables
+    )
+    model = Replayed(ModelSpec(name=case["model"], variables=variables), rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     names = [f"h{at}.rank{at}" for at in range(count)]
     serve = names[trains:]

@@ -14,6 +14,9 @@ Where nothing was faster than DDP with confidence the search keeps DDP, and `fou
 same for the paper's model on its cluster B7, by the zoo's roofline. `uplink_ms` is the least time that the found
 strategy's bytes take on the busiest uplink, `bound_ms` the larger of that and the compute, `of_bound` the found time
 over it.
+
+With `--methods` the search runs twice in the same job, guided and with random draws, with equal trials and a seed
+(`--seed`), and what each found is then measured in turn with DDP: `over_random` is the median over rounds.
 """
 
 from __future__ import annotations
@@ -159,6 +162,37 @@ def real(case: str, quick: bool) -> list[Row]:
     return rows
 
 
+def methods(case: str, trials: int, seed: int) -> list[Row]:
+    """One case: the guided search beside random draws, each with so many trials, in one job."""
+    name, shape, uplink = CASES[case]
+    hosts, ranks = SHAPES[shape]
+    cluster = LabLayout.of(hosts=hosts, ranks_per_host=ranks, uplinks={"eth": uplink}).cluster()
+    with Trials(command(job(case)), warmup=WARMUP, timed=LEAST_TIMED, timeout_s=TIMEOUT_S) as runs:
+        model, _ = runs.describe()
+        arms: dict[str, Arm] = {"ddp": Reference()}
+        curves: dict[str, list[float]] = {}
+        for method in ("random", "learned"):
+            found = search(model, cluster, runs, trials=trials, seed=seed, method=method, confirm=4,
+                           references=[Reference()])  # fmt: skip
+            arms[method], curves[method] = found.best, found.curve()
+        times = runs.measure(list(arms.values()), rounds=ROUNDS, warmup=WARMUP, timed=MOST_TIMED)
+    failed = [str(one) for one in times if isinstance(one, Infeasible)]
+    if failed:
+        sys.exit(f"{case}: {failed[0]}")
+    rounds = {system: one for system, one in zip(arms, times, strict=True) if not isinstance(one, Infeasible)}
+    rows: list[Row] = []
+    for system, values in rounds.items():
+        row: Row = {
+            "case": f"{LABELS[name]} {shape}", "system": system, "iteration_ms": median(values) / 1e3,
+            "least_ms": min(values) / 1e3, "most_ms": max(values) / 1e3, "over_ddp": ratio(rounds["ddp"], values),
+            "over_random": ratio(rounds["random"], values),
+        }  # fmt: skip
+        if system in curves:
+            row |= {f"best_after_{n}_ms": curves[system][n - 1] / 1e3 for n in (5, 10, trials)}
+        rows.append(row)
+    return rows
+
+
 def best_builder(
     runs: Trials, known: dict[str, float], model: ModelSpec, cluster: Cluster, quick: bool
 ) -> tuple[str, Strategy]:
@@ -192,6 +226,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--markdown", action="store_true", help="print the table as docs/results.md has it")
     parser.add_argument("--only", action="append", choices=[*CASES], help="one case; repeatable")
+    parser.add_argument("--methods", action="store_true", help="the guided search beside random draws")
+    parser.add_argument("--seed", type=int, default=0, help="with --methods: the seed of both searches")
     args = parser.parse_args(argv)
     if reason := unavailable():
         print(f"real runs: skipped, {reason}", file=sys.stderr)
@@ -199,7 +235,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     for case in args.only or (QUICK if args.quick else CASES):
         begun = time.perf_counter()
-        rows += real(case, args.quick)
+        trials = QUICK_TRIALS if args.quick else TRIALS
+        rows += methods(case, trials, args.seed) if args.methods else real(case, args.quick)
         print(f"{case}: {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
     finish(rows, args, title="real steps in the lab")
 

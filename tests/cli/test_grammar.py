@@ -33,6 +33,7 @@ LINES: dict[str, tuple[str, ...]] = {
     "bound": ("all_reduce", "-c", "dgx2:2", "-b", "1K..1G"),
     "cluster check": ("hgx2:2",),
     "cluster list": (),
+    "cluster renumber": ("dgx2:1",),
     "cluster show": ("dgx2:2",),
     "collective list": (),
     "collective show": ("all_to_all", "--ranks", "8"),

@@ -37,6 +37,9 @@ messages that arrive before them in the model."""
 FINER = 4
 """Into how many parts a chunk is cut where finer chunks are tried."""
 RAILS = ("holders send", "others pass some on")
+BUSY = (1.0, 0.5)
+"""Of the bound, how long the busiest group sends at least where others pass some on: as little is passed on as that
+allows. Where senders and receivers have no time to spare, messages of several senders meet at receivers."""
 DIRECT_LOAD = 1.02
 """The multiple of the bound up to which holders alone may be busy, where devices have a port each."""
 DIGITS = 9
@@ -212,12 +215,15 @@ class BalanceOptions:
     """Where each device's port serves its whole group, who sends to other groups, one of `RAILS`; else empty."""
     even: bool = False
     """Whether ports send equally much to each group, or the sum of both ends is kept even."""
+    busy: float = 1.0
+    """One of `BUSY`."""
     finer: bool = False
     """Whether chunks are smaller: what comes last is spread inside its group sooner, for more messages."""
 
     def __str__(self) -> str:
         if self.rails:
-            return f"paired ports, {'even' if self.even else 'by load'}, {self.rails}{', finer' * self.finer}"
+            spare = f" ({self.busy:g} busy)" if self.busy < 1 else ""
+            return f"paired ports, {'even' if self.even else 'by load'}, {self.rails}{spare}{', finer' * self.finer}"
         ring, lent = "ring" if self.ring else "least loaded", ", ports lent" * self.relay
         return f"fan {self.fan}, {ring}, {self.urgency.replace('_', ' ')}{lent}"
 
@@ -227,10 +233,11 @@ def _ways(bundles: Sequence[Bundle], hosts: Hosts, bound_us: float) -> Iterator[
     depth = max(len(hosts.groups(b.missing)) for b in bundles)
     if hosts.several_ports and not any(b.reduction for b in bundles):
         alone = holders_alone_us(bundles, hosts) <= bound_us * DIRECT_LOAD
-        for finer, even in product((False, True), (True, False)):
+        for finer, busy, even in product((False, True), (1.0,) if alone else BUSY, (True, False)):
             yield BalanceOptions(
-                fan=1, relay=True, ring=True, urgency="side_by_side", rails=RAILS[not alone], even=even, finer=finer
-            )
+                fan=1, relay=True, ring=True, urgency="side_by_side", rails=RAILS[not alone], even=even, busy=busy,
+                finer=finer,
+            )  # fmt: skip
     fans = {1}
     if depth > 1 and depth * hosts.alpha_us > LATENCY_SHARE * bound_us:
         fans |= {fan for fan in FANS if fan < depth} | {depth}
@@ -245,7 +252,7 @@ def _router(
 ) -> tuple[Router | RailRouter, float]:
     """The router of one way, and the load of the busiest sender in us."""
     if way.rails:
-        passing = relay_shares(bundles, hosts, bound_us) if way.rails == RAILS[1] else ()
+        passing = relay_shares(bundles, hosts, way.busy * bound_us) if way.rails == RAILS[1] else ()
         return RailRouter(hosts, shares=passing, even=way.even), 0.0
     shares, busiest_us = sender_shares(bundles, hosts, relay=way.relay)
     return Router(hosts, shares, fan=way.fan, relay=way.relay, ring=way.ring), busiest_us

@@ -48,12 +48,12 @@ class TorchHostMeter:
                 for at, c in enumerate(copies)]  # fmt: skip
         if self.device != "cuda":
             return [_timed_us(src, dst) for src, dst in ends]
-        queues = [torch.cuda.Stream(_gpu_of(src, dst)) for src, dst in ends]
+        queues = [torch.cuda.Stream(_gpu_of(src, dst)) for src, dst in ends]  # type: ignore[no-untyped-call]
         marks = []
         for at in range(self.gpus):
             torch.cuda.synchronize(at)
         for queue, (src, dst) in zip(queues, ends, strict=True):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             with torch.cuda.stream(queue):
                 begin.record()
                 dst.copy_(src, non_blocking=True)
