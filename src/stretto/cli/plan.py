@@ -187,7 +187,8 @@ def plan(
         out().print(f"use it with NCCL_TUNER_PLUGIN={tuner_library()} NCCL_TUNER_CONFIG_FILE={tuner}", soft_wrap=True)
     files.tell(
         f"stretto plan explain {plan_file}" if plan_file is not None
-        else f"stretto plan -w {workload} -c {cluster}{f' --runtime {runtime}' if runtime else ''} -o p.json --html p.html"
+        else f"stretto plan -w {workload} -c {cluster}{f' --runtime {runtime}' if runtime else ''} "
+        "-o plan.json --html plan.html"
     )  # fmt: skip
 
 
