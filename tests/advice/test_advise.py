@@ -109,7 +109,7 @@ def test_every_gain_is_a_simulated_step_over_the_step_as_it_is(tmp_path: Path) -
 def test_where_compute_hides_communication_it_says_that_nothing_is_to_be_gained(tmp_path: Path) -> None:
     found = advise(written(tmp_path, reduce_us=20.0, backward_us=9000.0), SLOW, steps=30)
     assert found.best is None
-    assert verdict(found).startswith("Nothing is to be gained: no plan can save more than 0.")
+    assert verdict(found).startswith("Nothing is to be gained: no plan can save ")
     assert "Nothing is to be gained" in page(found)
 
 

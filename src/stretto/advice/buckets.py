@@ -7,7 +7,7 @@ for. All-reduces inside the model (tensor parallelism) are each read by an op of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 
@@ -20,8 +20,6 @@ CAPS = tuple(size * MIB for size in (1, 2, 5, 10, 25, 50, 100, 200, 400, 800))
 """Sizes of ``bucket_cap_mb`` that are tried; PyTorch's default is 25 MiB."""
 MAX_PIECES = 16
 """A bucket is cut into so many at most."""
-
-Readers = Mapping[str, frozenset[tuple[str, int]]]
 
 
 def gradient_buckets(workload: Workload) -> tuple[tuple[Op, ...], ...]:

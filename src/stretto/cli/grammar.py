@@ -79,8 +79,8 @@ class CommandGroup(_Grammar, TyperGroup):
         try:
             return super().resolve_command(ctx, args)
         except typer.TyperException as error:
-            if any("--workload" in param.opts for param in self.params) and "Did you mean" not in str(error.message):  # type: ignore[attr-defined]
-                error.message = f"{error.message.rstrip('.')} (a workload comes after -w, a cluster after -c)"  # type: ignore[attr-defined]
+            if any("--workload" in param.opts for param in self.params) and "Did you mean" not in str(error.message):
+                error.message = f"{error.message.rstrip('.')} (a workload comes after -w, a cluster after -c)"
             raise
 
 

@@ -129,7 +129,7 @@ def recorded_run(
         own = ControllerProcess(Path(folder), budget_s, _say, plans)
         said: list[Status] = []
         try:
-            _say(f"stretto status --address {own.address} --token-file {own.token_path}")
+            _say(f"to look on: stretto status --address {own.address} --token-file {own.token_path}")
             code = _run(command, own.address, own.token_path, _job_name(command), _buckets(command, plans))
         finally:
             said = own.close()

@@ -24,7 +24,6 @@ from ..planner.costs.measured import NCCL
 LOCAL, NETWORK = "local", "network"
 """Channels of a cluster that was found by such times: communicators inside of hosts, and between them."""
 DIRECT = "direct"
-NOTE = "from the times of the backend's collectives in this job"
 MAX_TIMES, MAX_SIZES = 64, 16
 MOTIF_US = 150.0
 """What the host takes to queue a motif above NCCL, with its events and copies, beside the collective: chosen, not

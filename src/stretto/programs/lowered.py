@@ -41,7 +41,8 @@ class Lowered:
     Threadblock b belongs to rank ``tb_rank[b]`` and runs instructions ``tb_ptr[b]:tb_ptr[b+1]`` in order; it may
     own the connection to ``tb_send[b]`` and the one from ``tb_recv[b]`` (-1: none) on channel ``tb_channel[b]``.
     Threadblocks are sorted by rank; the j-th one of a rank has local id j. A connection (from, to, channel) is a
-    FIFO; its j-th send meets its j-th receive. Instruction k does ``op[k]`` on ``count[k]`` chunks:
+    FIFO; its j-th send meets its j-th receive. Instruction k does ``OPS[op[k]]`` on ``count[k]`` chunks; `OPS`
+    is nop, s, r, rcs, rrs, rrc, rrcs, cpy, re, in this order:
 
     ====  ======================================================
     s     send src

@@ -30,10 +30,11 @@ def write_advice_html(path: str | Path, advice: StepAdvice) -> None:
     style = "align=left style='white-space:normal'"
     rows = "".join(f"<tr><td>{escape(name)}</td><td {style}>{escape(text)}</td></tr>" for name, text in facts(advice))
     where = f" on {advice.cluster.name}" if advice.cluster is not None else ""
-    sections = [Section(heading="What to do", note=verdict(advice), body=f"<table>{rows}</table>")]
-    if advice.waiting:
-        note = "Of each rank, the median step: what it computes, how long it waits for communication, and other pauses."
-        sections.append(Section(heading="The step as it is", note=note, body=_waiting_bars(advice)))
+    sections = [Section(heading="What to do", note=verdict(advice), body="")]
+    note = "Of each rank, the median step: what it computes, how long it waits for communication, and other pauses."
+    bars = _waiting_bars(advice) if advice.waiting else ""
+    table = f"{bars}<table>{rows}</table>"
+    sections.append(Section(heading="The step as it is", note=note if advice.waiting else "", body=table))
     if advice.changes:
         note = "Each change by itself, simulated like the step as it is. The dashed line is the lower bound."
         body = _changes_bars(advice) + table_html(changes_table(advice.changes))

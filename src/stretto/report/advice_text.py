@@ -57,7 +57,8 @@ def _but(advice: StepAdvice) -> str:
 def _why_nothing(advice: StepAdvice) -> str:
     least = 1 - advice.bound_us / advice.model_us if advice.model_us > 0 else 0.0
     if least < WORTHWHILE:
-        return f"no plan can save more than {least:.1%} of the step on this cluster."
+        least_text = f"more than {least:.1%} of the step" if least >= 0.0005 else "any time"
+        return f"no plan can save {least_text} on this cluster."
     return (
         f"no change that was tried saves {WORTHWHILE:.0%} of the step, though the bound leaves room for {least:.0%}; "
         "a longer --budget may find more."

@@ -35,7 +35,7 @@ h1, h2, p, li {{ overflow-wrap: anywhere; }}
 p {{ margin: 4px 0 8px; max-width: 80ch; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
 th, td {{ padding: 3px 12px 3px 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }}
-th:first-child, td:first-child {{ text-align: left; }}
+th:first-child, td:first-child, th[align=left], td[align=left] {{ text-align: left; }}
 th {{ border-bottom: 1px solid var(--strong); }}
 td.best {{ font-weight: 700; }}
 .wide {{ overflow-x: auto; }}

@@ -30,6 +30,8 @@ _TABLE_HEIGHT = 640
 _EDGED = 0.004
 """Bars shorter than this share of the iteration have no white edge, because the edge would hide them."""
 _US_PER_MS = 1e3
+_NO_GAIN = 1.005
+"""Below this ratio of throughputs the page says that nothing is gained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +78,14 @@ def write_plan_html(path: str | Path, found: PlanResult, *, against: str = "fifo
 def _headline(found: PlanResult, against: str) -> str:
     plan = found.plan
     before, after = found.schedules[against], found.schedules[SYSTEM]
+    gain = before.period_us / after.period_us
     text = (
         f"An iteration takes {format_us(after.period_us)} instead of {format_us(before.period_us)} with {against}: "
-        f"{before.period_us / after.period_us:.2f} times the throughput. Compute idles {_idle(after)} of the time "
+        f"{gain:.2f} times the throughput. Compute idles {_idle(after)} of the time "
         f"instead of {_idle(before)}, communication {_gaps(after)} instead of {_gaps(before)}."
     )
+    if gain < _NO_GAIN:
+        text = f"Nothing is gained: an iteration takes {format_us(after.period_us)}, with {against} as well."
     if plan.bound_us:
         text += f" In the planner's time model no plan over these options is faster than {format_us(plan.bound_us)}"
         text += f"; this is {100 * plan.gap:.2f} % above." if plan.gap > 1e-6 else ", and this one is as fast."
@@ -198,9 +203,11 @@ def _timelines(problem: PlanProblem, schedules: Mapping[str, StepSchedule], boun
     }
     row_height, gap, top, bottom = 26, 60, 40, 110
     height = top + bottom + len(schedules) * row_height * len(tracks) + gap * (len(schedules) - 1)
+    timed, last = list(schedules.items()), list(schedules)[-1]
+    bound = f", lower bound {format_us(bound_us)} (dashed)" if bound_us > 0 else ""
     figure: Figure = make_subplots(
         rows=len(schedules), cols=1, shared_xaxes=True, vertical_spacing=gap / (height - top - bottom),
-        subplot_titles=[f"{escape(name)}: {format_us(one.period_us)}" for name, one in schedules.items()],
+        subplot_titles=[f"{escape(name)}: {format_us(one.period_us)}{bound * (name == last)}" for name, one in timed],
     )  # fmt: skip
     tint = _tints(problem) | {_IDLE: "#f4c7c3"}
     shown: set[str] = set()
@@ -222,7 +229,6 @@ def _timelines(problem: PlanProblem, schedules: Mapping[str, StepSchedule], boun
     if bound_us > 0:
         figure.add_vline(
             x=bound_us / _US_PER_MS, line={"color": BOUND, "dash": "dash"}, row=len(schedules), col=1,
-            annotation_text=f"bound {format_us(bound_us)}", annotation_position="bottom left",
         )  # fmt: skip
     figure.update_yaxes(categoryorder="array", categoryarray=[label[t] for t in tracks][::-1], automargin=True)
     figure.update_xaxes(range=[0, max(s.period_us for s in schedules.values()) * 1.02 / _US_PER_MS], gridcolor="#eee")

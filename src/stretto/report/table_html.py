@@ -11,7 +11,7 @@ from rich.text import Text
 
 def table_html(table: Table) -> str:
     """A table of the terminal as an HTML table."""
-    head = "".join(f"<th>{escape(plain_cell(column.header))}</th>" for column in table.columns)
+    head = "".join(f"<th align={column.justify}>{escape(plain_cell(column.header))}</th>" for column in table.columns)
     columns = [list(column.cells) for column in table.columns]
     rows = [
         "".join(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -74,8 +73,6 @@ class GradientSynchronizer:
     ) -> None:
         self.carriers = list(carriers)
         self.groups = groups
-        self.waited_us = 0.0
-        """Microseconds that the last backward pass waited for messages at its end."""
         self._order = list(range(len(self.carriers)))
         self._ordered = not self.carriers
         self._of: dict[str, list[int]] = {}
@@ -169,9 +166,7 @@ class GradientSynchronizer:
         """
         while self._next < len(self._order):
             self._start()
-        begin = time.perf_counter()
         self._running.finish()
-        self.waited_us = (time.perf_counter() - begin) * 1e6
         self._active = False
         self._fresh = self._pushed = True
         if not self._ordered:
