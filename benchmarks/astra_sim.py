@@ -126,10 +126,14 @@ def astra(job: Job, binary: Path, folder: Path) -> tuple[float, float]:
 def main() -> None:
     parser = common_options(__doc__)
     parser.add_argument("--astra-sim", type=Path, metavar="BINARY", help="AstraSim_Analytical_Congestion_Unaware")
+    parser.add_argument(
+        "--only", default="", metavar="PATTERN", help="the jobs whose names have it (a regular expression)"
+    )
     args = parser.parse_args()
     if args.astra_sim is not None and not os.access(args.astra_sim, os.X_OK):
         parser.error("--astra-sim: name the binary of ASTRA-sim; it is built by hand, see its own documentation")
-    numbers = [at for at, job in enumerate(JOBS) if not args.quick or job.ranks <= 256]
+    small = [at for at, job in enumerate(JOBS) if not args.quick or job.ranks <= 256]
+    numbers = [at for at in small if re.search(args.only, JOBS[at].name)]
     rows = [compare(at, args.astra_sim and args.astra_sim.resolve()) for at in numbers]
     finish(rows, args, title="Stretto beside ASTRA-sim")
 

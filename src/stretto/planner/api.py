@@ -238,7 +238,8 @@ def _plan(
         notes=(*compared.notes, *notes),
     )  # fmt: skip
     made = with_retiming(with_programs(made, best.schedule, problem, model), best)
-    made = replace(made, notes=(*made.notes, *time_left.overrun()))
+    overrun = time_left.overrun()
+    made = replace(made, notes=(*made.notes, *overrun)) if overrun else made
     return PlanResult(
         plan=made, problem=problem, schedules=SystemSchedules(compared, schedules, best.schedule),
         search=replace(found, schedule=best.schedule, others=()) if compared.reduces else found,
@@ -399,7 +400,7 @@ def with_programs(plan: Plan, schedule: StepSchedule, problem: PlanProblem, cost
         for (name, kind, channels, text), groups in found.items()
     )
     notes = tuple(f"{what} is too large to be handed on: an enforcer runs the usual algorithm" for what in left_out)
-    return replace(plan, programs=programs, notes=(*plan.notes, *notes))
+    return replace(plan, programs=programs, notes=(*plan.notes, *notes)) if programs or notes else plan
 
 
 def to_plan(name: str, schedule: StepSchedule, problem: PlanProblem, cluster: Cluster) -> Plan:

@@ -28,7 +28,7 @@ from ..costs.costs import (
 from ..costs.measured import NCCL, LayeredCosts, MeasuredCosts
 from ..schedule.problem import MotifTask, Option, PlanProblem
 from ..schedule.shared_links import with_shared_links
-from .rewrites import Groups, MotifStage, Rewrite, rewrites
+from .rewrites import Groups, MotifStage, Rewrite, Steps, rewrites
 
 SLOWEST = 20.0
 """An option that takes more than this many times as long as the fastest is left out."""
@@ -130,10 +130,16 @@ class _Twins:
 
     def options(self, made: tuple[Option, ...], first: Op, op: Op) -> tuple[Option, ...]:
         """The options of a comm-op, from those of the one that it is an image of."""
+        wanted = {(option.expression, option.rules) for option in made}
+        own: dict[tuple[str, Steps], Rewrite] = {}
         if first.name not in self._rewrites:
-            self._rewrites[first.name] = self._written(first)
-        theirs, mine = self._rewrites[first.name], self._written(op)
-        own = {(a.text, a.steps): b for a, b in zip(theirs, mine, strict=True)}
+            self._rewrites[first.name] = list(self._written(first)) if len(wanted) > 1 else [next(self._written(first))]
+        # Rewrites take long to write: where time has allowed no more than the default option, it is the first one.
+        for theirs, mine in zip(self._rewrites[first.name], self._written(op), strict=False):
+            if (theirs.text, theirs.steps) in wanted:
+                own[theirs.text, theirs.steps] = mine
+            if len(own) == len(wanted):
+                break
         known: dict[tuple[int, int], Motion] = {}
 
         def moved(task: MotifTask, stage: MotifStage) -> MotifTask:
@@ -152,8 +158,8 @@ class _Twins:
             found.append(replace(option, expression=rewrite.text, tasks=tasks))
         return tuple(found)
 
-    def _written(self, op: Op) -> list[Rewrite]:
-        return list(rewrites(op, self._workload.groups_of(op), self._cluster))
+    def _written(self, op: Op) -> Iterator[Rewrite]:
+        return rewrites(op, self._workload.groups_of(op), self._cluster)
 
 
 def _loads(task: MotifTask, costs: SimulatedCosts) -> LinkLoads | None:

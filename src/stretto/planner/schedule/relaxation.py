@@ -222,8 +222,12 @@ class _Program:
         self.period = 0.0
         for columns in self._columns:
             self._program.row(columns, np.ones(len(columns)), lower=1.0, upper=1.0)
+        loaded: list[list[int]] = [[] for _ in range(resources)]
+        for k, table in enumerate(tables):
+            for at in np.flatnonzero(table.any(axis=0)).tolist():
+                loaded[at].append(k)
         for at in range(resources):
-            adds = {k: times * table[:, at] for k, (times, table) in enumerate(zip(count, tables, strict=True))}
+            adds = {k: count[k] * tables[k][:, at] for k in loaded[at]}
             self.add(_Row(lag=1.0, constant_us=0.0, adds=adds))
         self.add(_Row(lag=1.0, constant_us=stream_us, adds={}))
 
