@@ -237,7 +237,17 @@ class SymmetricProgram:
 
 
 def check_torus(kind: str, sizes: tuple[int, ...], local: int, pieces: int) -> None:
-    """Refuse an unknown collective, an empty torus or group, and numbers of pieces that are out of range."""
+    """Refuse an unknown collective, an empty torus or group, and numbers of pieces that are out of range.
+
+    Args:
+        kind: The collective.
+        sizes: The torus of groups.
+        local: Ranks of a group.
+        pieces: Pieces that a rank begins with.
+
+    Raises:
+        InvalidInput: One of them is out of range.
+    """
     if kind not in KINDS:
         raise unknown("symmetric collective", kind, KINDS)
     if local < 1:

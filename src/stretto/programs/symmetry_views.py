@@ -49,7 +49,16 @@ def translate(rank: ArrayLike, by: ArrayLike, sizes: tuple[int, ...], *, sign: i
 
 
 def chunk_numbers(p: SymmetricProgram, home: ArrayLike, piece: ArrayLike) -> Ints:
-    """The numbers of chunks in the whole program's collective; `home` and `piece` broadcast."""
+    """The numbers of chunks in the whole program's collective.
+
+    Args:
+        p: The program.
+        home: The ranks at which chunks begin.
+        piece: Which of their home's chunks they are; broadcasts with `home`.
+
+    Returns:
+        The numbers.
+    """
     homes, pieces = np.asarray(home, np.int64), np.asarray(piece, np.int64)
     if p.kind == "all_to_all":
         pieces = _seen_from(p.sizes, p.local, p.pieces, homes, pieces, sign=1)
@@ -57,7 +66,18 @@ def chunk_numbers(p: SymmetricProgram, home: ArrayLike, piece: ArrayLike) -> Int
 
 
 def chunk_places(kind: str, sizes: tuple[int, ...], local: int, pieces: int, number: Ints) -> tuple[Ints, Ints]:
-    """The home and the piece of chunks with these numbers, as `chunk_numbers` has numbered them."""
+    """The home and the piece of chunks, as `chunk_numbers` has numbered them.
+
+    Args:
+        kind: The collective.
+        sizes: The torus of groups.
+        local: Ranks of a group.
+        pieces: Pieces that a rank begins with.
+        number: The numbers of the chunks.
+
+    Returns:
+        Homes and pieces.
+    """
     home, piece = np.divmod(number, max(pieces, 1))
     if kind == "all_to_all":
         piece = _seen_from(sizes, local, pieces, home, piece, sign=-1)
