@@ -18,6 +18,7 @@ REGISTRIES = {
     ("cluster/presets/registry.py", "_PRESETS"),
     ("planner/algebra/rules.py", "_RULES"),
     ("planner/baselines.py", "BASELINES"),
+    ("strategy/builders/__init__.py", "BUILDERS"),
     ("synthesis/makers.py", "_MAKERS"),
     ("workload/registry.py", "MODELS"),
 }
