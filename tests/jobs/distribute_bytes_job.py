@@ -23,7 +23,7 @@ from stretto.strategy import ModelSpec, Strategy, Sync
 from stretto.strategy.builders import BUILDERS
 from stretto.strategy.distribute import model_spec, wrap
 from stretto.strategy.distribute.session import groups_for
-from stretto.strategy.kernels import Message, StrategyStep, global_step, workload_of
+from stretto.strategy.kernels import Message, StepExchange, StrategyStep, global_step, workload_of
 from stretto.strategy.model import DTYPE_BYTES
 from stretto.workload import Workload
 
@@ -39,6 +39,19 @@ def totals(workload: Workload) -> Bytes:
     for op in workload.comm_ops:
         found[op.kind] = found.get(op.kind, 0.0) + op.nbytes * len(workload.groups_of(op))
     return found
+
+
+def planned(step: StrategyStep) -> Bytes:
+    """Bytes of each kind of collective in the `Workload`; a direct sum of a group is a message of each other member."""
+    found = totals(workload_of(step))
+    for exchange in (one for message in step.messages for one in message.exchanges if one.direct):
+        found[exchange.kind] -= exchange.nbytes * len(exchange.groups)
+        _add(found, "send", exchange.nbytes * _senders(exchange))
+    return {kind: nbytes for kind, nbytes in found.items() if nbytes}
+
+
+def _senders(exchange: StepExchange) -> int:
+    return sum(len(group) - 1 for group in exchange.groups)
 
 
 def executed(name: str, strategy: Strategy) -> Bytes:
@@ -92,7 +105,10 @@ def _flags(message: Message, step: StrategyStep, exact: Bytes) -> None:
     if encoder == "powersgd" and any(_is_low(piece.part.shape, message.sync.encoding[1]) for piece in message.pieces):
         pushes = pushes[: len(message.exchanges) // 2]
     for exchange in pushes:
-        _add(exact, exchange.kind, count * flag * len(exchange.groups))
+        if exchange.direct:
+            _add(exact, "send", count * flag * _senders(exchange))
+        else:
+            _add(exact, exchange.kind, count * flag * len(exchange.groups))
 
 
 def _is_low(shape: tuple[int, ...], rank: float) -> bool:
@@ -175,8 +191,8 @@ def main() -> None:
                 only = replace(step, messages=tuple(m for m in step.messages if not m.pieces[0].variable.sparse))
                 exact, most = beside(step)
                 outcomes[f"{name} {label}"] = {
-                    "executed": executed(name, strategy), "planned": totals(workload_of(step)),
-                    "dense": totals(workload_of(only)) if dense.variables else {}, "exact": exact, "most": most,
+                    "executed": executed(name, strategy), "planned": planned(step),
+                    "dense": planned(only) if dense.variables else {}, "exact": exact, "most": most,
                 }  # fmt: skip
         (folder / f"{rank}.json").write_text(json.dumps(outcomes))
         dist.barrier()

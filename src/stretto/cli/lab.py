@@ -81,7 +81,7 @@ def run(
         raise InvalidInput(f"--{error}") from None
     if shutil.which(command[0]) is None:
         hint = script_hint(command[0]).partition(", or")[0]
-        raise InvalidInput(f"{command[0]}: not an executable file or a command{hint}")
+        raise InvalidInput(f"command: {command[0]!r} is not an executable file or a command{hint}")
     quiet = quiet or SESSION.quiet
     with lab:
         rights = "rootless" if lab.rootless else "as root"

@@ -104,6 +104,9 @@ PlanOutput = Annotated[
         "--output", "-o", metavar="FILE.json", callback=output(".json"), help="Write the plan, with its hash."
     ),
 ]
+StepsOption = Annotated[
+    int | None, typer.Option(help="Search so many steps instead: then the result depends on the seed alone.")
+]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan, as 'stretto plan -o' writes it.")]
 
 
@@ -126,9 +129,7 @@ def plan(
         str, typer.Option(metavar="NAME", help="The system shown as 'before', such as fifo or bytescheduler+.")
     ] = "fifo",
     budget: BudgetOption = 30.0,
-    steps: Annotated[
-        int | None, typer.Option(help="Search so many steps instead: then the result depends on the seed alone.")
-    ] = None,
+    steps: StepsOption = None,
     seed: SeedOption = 0,
     retime: Annotated[
         bool, typer.Option("--retime/--no-retime", help="Simulate the final plan link by link as well.")

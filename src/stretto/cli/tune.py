@@ -85,6 +85,11 @@ ExperienceOption = Annotated[
     ),
 ]
 
+RoundsOption = Annotated[
+    int,
+    typer.Option(help="Most rounds of the comparison in the end; 0: none. One alone is never enough for confidence."),
+]
+
 
 def tune(
     command: Annotated[list[str], typer.Argument(metavar="-- CMD...", help="What starts the job.")],
@@ -93,12 +98,7 @@ def tune(
     cluster: OptionalCluster = None,
     warmup: Annotated[int, typer.Option(help="Iterations before each measurement.")] = 10,
     timed: Annotated[int, typer.Option(help="Iterations measured.")] = 40,
-    rounds: Annotated[
-        int,
-        typer.Option(
-            help="Most rounds of the comparison in the end; 0: none. One alone is never enough for confidence."
-        ),
-    ] = 12,
+    rounds: RoundsOption = 12,
     ddp: Annotated[bool, typer.Option("--ddp/--no-ddp", help="Compare with PyTorch's own DDP, too.")] = True,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For one run; what takes longer has failed.")] = 600,
     allow_lossy: Annotated[bool, typer.Option("--allow-lossy", help="Also try compressed gradients.")] = False,

@@ -107,5 +107,5 @@ def _gathered(pushes: Sequence[StepExchange], nbytes: float, num_ranks: int) -> 
             made.append(replace(exchange, nbytes=nbytes * num_ranks))
             continue
         runs *= max(map(len, exchange.groups))
-        made.append(replace(exchange, kind=kind, nbytes=nbytes * runs))
+        made.append(replace(exchange, kind=kind, nbytes=nbytes * runs, direct=False))
     return made
