@@ -31,7 +31,7 @@ ELSEWHERE = {
 }  # fmt: skip
 """Parts of command lines, and what those commands need."""
 BENCHMARK = r"^\S*python benchmarks/"
-OTHER = r"^[A-Z_]+=\S+ .*python (tests/jobs|benchmarks)/|python tests/jobs/|^torchrun |^scripts/repeat-tests|^stretto lab run "
+OTHER = r"^[A-Z_]+=\S+ .*python |python tests/jobs/|^torchrun |^scripts/repeat-tests|^stretto lab run "
 """What prints a table and is not just a benchmark: soaks, rounds of tests, jobs in the lab or on GPUs, settings."""
 COSTS = ROOT / "benchmarks" / "all_costs.csv"
 """CPU seconds of each command, where they were measured, and the commit: `cpu_s,commit,command`."""
