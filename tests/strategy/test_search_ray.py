@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+
+from local_ray import started
 
 from stretto.errors import Infeasible
 from stretto.strategy import ModelSpec, Variable
@@ -43,7 +46,9 @@ def test_ray_actors_bring_times_and_reasons_and_a_search_spreads_over_them(tmp_p
     script, note = tmp_path / "job.py", tmp_path / "note"
     script.write_text(f"MODEL, NOTE = {model_text(MODEL, as_json=True)!r}, {str(note)!r}\n{JOB}")
     asked = [build(name, MODEL, 2) for name in ("ps", "zero1", "all_reduce")]
-    with ray_trials([sys.executable, str(script)], warmup=1, timed=1, timeout_s=60.0, jobs=2) as bench:
+    with ExitStack() as stack:
+        job = [sys.executable, str(script)]
+        bench = started(stack, lambda: ray_trials(job, warmup=1, timed=1, timeout_s=60.0, jobs=2))
         assert bench.places == 2
         first, second, third = bench.run_all(asked)
         assert (first, third) == (200.0, 1000.0)

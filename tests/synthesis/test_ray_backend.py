@@ -7,7 +7,6 @@ import contextlib
 import os
 import pickle
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from local_ray import started
 
 import stretto as st
 from stretto.children import ray_cluster
@@ -26,8 +26,6 @@ from stretto.synthesis.problem import MakerTask, SynthesisProblem
 MAKERS = ["library:ring", "library:direct", "library:bruck"]
 LIMIT_S = 600.0
 """Ray needs minutes to start a worker where the machine is busy; nothing here takes as long where it is not."""
-STARTS, GIVEN_UP = 3, "The current node timed out during startup"
-"""How often Ray is started, and what it says where its own limit for that, which nobody can set, was too short."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,16 +63,7 @@ def listening(*, locally: bool) -> set[str]:
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
-        for _ in range(STARTS):
-            try:
-                stack.enter_context(ray_cluster.connected(jobs=2))
-                break
-            except st.InvalidInput as error:
-                if GIVEN_UP not in str(error):
-                    raise
-        else:
-            pytest.skip(f"Ray has given up {STARTS} times: its limit of 30 s for a start is too short on this machine")
-        ray = sys.modules["ray"]
+        ray = started(stack, lambda: ray_cluster.connected(jobs=2))
         folder = Path(ray._private.worker.global_worker.node.get_session_dir_path()).parent
         assert folder.name.startswith("stretto-ray-")
         yield ray

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from patience import patient
 
 import stretto as st
 from stretto.errors import Infeasible, InvalidInput
@@ -54,26 +55,33 @@ def problem_on(
     return RoutingProblem.of(LogicalTopology.of(sketch, cluster, collective), nbytes=nbytes, alpha=alpha)
 
 
-def test_all_gather_on_one_ndv2_meets_the_optimum_for_whole_and_for_split_chunks() -> None:
+@patient
+def test_all_gather_on_one_ndv2_meets_the_optimum_for_whole_and_for_split_chunks(patience: float) -> None:
     cluster = nvlinks_as_taccl_counts()
-    whole = synthesize(st.AllGather(8), cluster, nbytes=8 * MB, sketch=Sketch(), alpha="blocking", budget_s=6)
+    whole = synthesize(
+        st.AllGather(8), cluster, nbytes=8 * MB, sketch=Sketch(), alpha="blocking", budget_s=6 * patience
+    )
     assert simulated_us(whole, cluster, 8 * MB) == pytest.approx(69.0)
     split = synthesize(
-        st.AllGather(8), cluster, nbytes=8 * MB, sketch=Sketch(input_chunkup=2), alpha="blocking", budget_s=8
+        st.AllGather(8), cluster, nbytes=8 * MB, sketch=Sketch(input_chunkup=2), alpha="blocking", budget_s=8 * patience
     )
     assert split.collective.chunks == 2
     assert simulated_us(split, cluster, 8 * MB) < 69.0
 
 
-def test_all_to_all_on_one_ndv2_meets_the_optimum() -> None:
+@patient
+def test_all_to_all_on_one_ndv2_meets_the_optimum(patience: float) -> None:
     cluster = nvlinks_as_taccl_counts()
-    program = synthesize(st.AllToAll(8), cluster, nbytes=8 * MB, sketch=Sketch(), alpha="blocking", budget_s=3)
+    program = synthesize(
+        st.AllToAll(8), cluster, nbytes=8 * MB, sketch=Sketch(), alpha="blocking", budget_s=3 * patience
+    )
     assert simulated_us(program, cluster, 8 * MB) == pytest.approx(138.0)
 
 
-def test_all_gather_on_two_ndv2_beats_taccl() -> None:
+@patient
+def test_all_gather_on_two_ndv2_beats_taccl(patience: float) -> None:
     cluster = st.Cluster.load("ndv2:2")
-    program = synthesize(st.AllGather(16), cluster, nbytes=16 * MB, alpha="blocking", budget_s=3)
+    program = synthesize(st.AllGather(16), cluster, nbytes=16 * MB, alpha="blocking", budget_s=3 * patience)
     assert simulated_us(program, cluster, 16 * MB) < 945
 
 
@@ -170,10 +178,17 @@ def test_both_solvers_prove_that_there_is_no_solution(solver: str) -> None:
         solve(model, solver=solver, limit_s=5)
 
 
-def test_cp_sat_routes_as_well() -> None:
+@patient
+def test_cp_sat_routes_as_well(patience: float) -> None:
     cluster = nvlinks_as_taccl_counts()
     program = synthesize(
-        st.AllGather(8), cluster, nbytes=8 * MB, sketch=Sketch(), alpha="blocking", budget_s=6, solver="cpsat"
+        st.AllGather(8),
+        cluster,
+        nbytes=8 * MB,
+        sketch=Sketch(),
+        alpha="blocking",
+        budget_s=6 * patience,
+        solver="cpsat",
     )
     assert simulated_us(program, cluster, 8 * MB) <= 92.0
 
@@ -197,13 +212,14 @@ def test_every_rule_gives_a_plan_that_no_link_breaks() -> None:
                 assert before < 0 or start[t] >= start[before] + tasks.us[before] - 1e-9
 
 
-def test_small_messages_travel_together_where_alpha_takes_the_link() -> None:
+@patient
+def test_small_messages_travel_together_where_alpha_takes_the_link(patience: float) -> None:
     cluster = st.Cluster.preset("ring", nodes=2, gb_per_s=1.0, alpha_us=10.0)
     sketch = Sketch(input_chunkup=4)
-    program = synthesize(st.AllGather(2), cluster, nbytes=8000, sketch=sketch, alpha="blocking", budget_s=3)
+    program = synthesize(st.AllGather(2), cluster, nbytes=8000, sketch=sketch, alpha="blocking", budget_s=3 * patience)
     assert simulated_us(program, cluster, 8000) == pytest.approx(14.0)
     assert program.num_transfers == 2
-    apart = synthesize(st.AllGather(2), cluster, nbytes=8000, sketch=sketch, alpha="pipelined", budget_s=3)
+    apart = synthesize(st.AllGather(2), cluster, nbytes=8000, sketch=sketch, alpha="pipelined", budget_s=3 * patience)
     assert apart.num_transfers == 8, "where alpha only delays arrival there is nothing to save"
 
 
@@ -286,10 +302,11 @@ def test_same_seed_same_program() -> None:
     assert made[0] == made[1]
 
 
-def test_torus_without_hosts_is_one_node_with_its_rotation() -> None:
+@patient
+def test_torus_without_hosts_is_one_node_with_its_rotation(patience: float) -> None:
     cluster = st.Cluster.load("torus:4x4")
     sketch = Sketch(symmetry_offsets=((1, 4), (4, 16)))
-    program = synthesize(st.AllGather(16), cluster, nbytes=16 * MB, sketch=sketch, budget_s=4)
+    program = synthesize(st.AllGather(16), cluster, nbytes=16 * MB, sketch=sketch, budget_s=4 * patience)
     bound = st.lower_bound(st.AllGather(16), cluster, nbytes=16 * MB).total_us
     assert simulated_us(program, cluster, 16 * MB, "pipelined") <= 1.5 * bound
 
