@@ -16,8 +16,8 @@ from stretto.cluster.model import Link, Node
 from stretto.errors import Infeasible
 from stretto.programs.interpret import check as interpret_and_check
 from stretto.solvers.linear import LinearProgram
-from stretto.synthesis.tree_pair_latency import quickest_pairs
-from stretto.synthesis.tree_pair_packing import TreePair, pack_tree_pairs
+from stretto.synthesis.tree_pair_latency import quickest_pairs, shortest_pairs
+from stretto.synthesis.tree_pair_packing import TreePair, cheapest_pairs, pack_tree_pairs
 from stretto.synthesis.tree_pairs import piece_sends, synthesize
 
 
@@ -164,6 +164,29 @@ def test_pairs_for_a_size_fit_the_links_and_weigh_latency_against_rate(cluster: 
     rates = [pair.gb_per_s * 1e3 for pair in packing.pairs]
     by_rate = (nbytes + float(np.dot(rates, late))) / sum(rates)
     assert took <= by_rate * (1 + 1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(digraphs(), some.data())
+def test_shortest_pairs_are_trees_at_any_prices(cluster: st.Cluster, data: some.DataObject) -> None:
+    """Links may cost nothing, or less than what rounding loses beside others."""
+    prices = some.sampled_from([0.0, 1e-20, 1.0, 5.0])
+    price = np.array([data.draw(prices) for _ in range(len(cluster.link_src))])
+    ranks = tuple(range(cluster.num_devices))
+    _, cheapest = cheapest_pairs(cluster, ranks, price)
+    for pair in shortest_pairs(cheapest, price):
+        for parent in (pair.gather, pair.spread):
+            for rank in ranks:
+                for _ in ranks:
+                    rank = parent[rank] if parent[rank] >= 0 else rank
+                assert rank == pair.root
+
+
+def test_links_without_latency_do_not_keep_the_search_for_ever() -> None:
+    """Two described hosts, whose links between GPUs and NICs take no time: pairs of trees went in circles there."""
+    cluster = st.Cluster.load("hosts: 2, gpus: 4 x a100, network: 2 x 100gbit")
+    program = synthesize(st.AllReduce(8), cluster, nbytes=1e6, budget_s=2.0)
+    program.verify()
 
 
 @settings(max_examples=20, deadline=None)

@@ -22,6 +22,8 @@ from .tree_pair_packing import TreePair, TreePairPacking, cheapest_pairs
 ROUNDS = 6
 MIXES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)
 """How much a unit of latency counts beside the worth of a link, in trees that are offered to the linear program."""
+LEAST_HOP = 1e-9
+"""What a hop costs at least, as a share of the dearest."""
 SAME = 1e-4
 """The share of the time by which another round must be better for the search to go on."""
 MIN_SHARE = 1e-4
@@ -182,6 +184,8 @@ def shortest_pairs(pairs: list[TreePair], price: NDArray[np.float64]) -> list[Tr
     cost = np.full((n, n), np.inf)
     for (a, b), links in route.items():
         cost[a, b] = price[list(links)].sum()
+    # Hops that cost nothing, or less than what rounding loses, would let shortest ways go in circles.
+    cost += (LEAST_HOP * float(cost[np.isfinite(cost)].max(initial=0.0))) or 1.0
     far = cost.copy()
     np.fill_diagonal(far, 0.0)
     for k in range(n):
@@ -190,7 +194,7 @@ def shortest_pairs(pairs: list[TreePair], price: NDArray[np.float64]) -> list[Tr
         return []
     found = []
     for root in range(n):
-        # The hop by which v's shortest way from (to) the root ends (begins). Hops have a length > 0: no circles.
+        # The hop by which v's shortest way from (to) the root ends (begins).
         spread = np.argmin(far[root][:, None] + cost, axis=0).tolist()
         gather = np.argmin(cost + far[:, root][None, :], axis=1).tolist()
         spread[root] = gather[root] = -1
