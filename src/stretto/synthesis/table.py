@@ -168,7 +168,8 @@ def select(
         form = None if one.lowering is None else one.lowering.form
         if form is not None:
             return wide_time_us(one.plain, cluster, nbytes=nbytes, form=form, runtime=physics["runtime"])
-        return simulate(one.runnable, cluster, nbytes=nbytes, **physics).total_us
+        stepwise = one.lowering is not None and one.lowering.steps
+        return simulate(one.plain if stepwise else one.runnable, cluster, nbytes=nbytes, **physics).total_us
 
     programs = [s for at, s in enumerate(found) if all(not _same(s, other) for other in found[:at])]
     chosen: list[tuple[Synthesis, list[tuple[int, float, float]]]] = []
