@@ -50,6 +50,8 @@ def simulate_fused(
     """
     if channels is not None:
         raise InvalidInput(f"channels: {prices.name} reaches the memory of peers by one route; leave them out")
+    if len(set(cluster.hosts_of(program.collective.ranks).tolist())) > 1:
+        raise InvalidInput(f"runtime: {prices.name} has prices for ranks on one host; these are on several")
     call = usual_call(program, cluster, nbytes=nbytes, runtime=prices)
     modes = {"contention": contention or prices.contention, "alpha": alpha, "load_slots": load_slots}
     times, place = call.graph.times(prices, **modes)

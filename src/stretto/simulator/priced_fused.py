@@ -49,7 +49,7 @@ def usual_call(program: Program | Lowered, cluster: Cluster, *, nbytes: float, r
 
     Args:
         program: The program.
-        cluster: The cluster; its ranks must be on one host.
+        cluster: The cluster; all ranks are taken to reach each other's memory.
         nbytes: The bytes that the collective moves, > 0.
         runtime: The runtime.
 
@@ -57,14 +57,10 @@ def usual_call(program: Program | Lowered, cluster: Cluster, *, nbytes: float, r
         The call.
 
     Raises:
-        InvalidInput: The ranks are on several hosts, or there are too many.
+        InvalidInput: There are too many ranks.
         VerificationError: The program is wrong.
     """
     c = program.collective
-    if len(set(cluster.hosts_of(c.ranks).tolist())) > 1:
-        raise InvalidInput(
-            f"runtime: {runtime.name} has prices for the steps of ranks on one host; these are on several"
-        )
     packets = "LL" in runtime.protocols and nbytes * c.num_ranks <= PACKETS_UP_TO
     fused = fuse(program, protocol="ll" if packets else "simple")
     work = max(
