@@ -23,7 +23,7 @@ from stretto import AllGather, AllReduce, AllToAll, Cluster, Collective, ReduceS
 from stretto.errors import StrettoError
 from stretto.programs import Program
 from stretto.programs.formats.mscclpp_json import MAX_THREADBLOCKS
-from stretto.programs.formats.mscclpp_wide import PlanForm, widen_in
+from stretto.programs.formats.mscclpp_wide import PlanForm, dumps, widen_in
 from stretto.programs.wide import WideProgram
 from stretto.simulator import Runtime, lower_bound, simulate
 from stretto.simulator.priced_wide import wide_time_us
@@ -86,10 +86,18 @@ def as_plan_us(program: Program, cluster: Cluster, nbytes: int) -> float | None:
         except StrettoError:
             return float("inf")
 
+    def is_written(form: PlanForm) -> bool:
+        try:
+            return bool(dumps(program, form=form, max_threadblocks=most))
+        except StrettoError:
+            return False
+
     most = prices.blocks_on(cluster) or MAX_THREADBLOCKS
     forms = {*forms_for(program, nbytes, prices, cluster), *loop_forms(program, nbytes, most)}
-    best = min(map(took_us, forms))
-    return best if best < float("inf") else None
+    times = {form: took_us(form) for form in forms}
+    # Not every form can be written as a plan: the executor has limits.
+    fastest = (form for form in sorted(times, key=times.__getitem__) if times[form] < float("inf"))
+    return next((times[form] for form in fastest if is_written(form)), None)
 
 
 def main() -> None:
