@@ -2,24 +2,35 @@
 """Programs chosen by the price list of a runtime beside those chosen by the links alone, on boxes of several kinds.
 
 `links_us` is the fastest program that is found for the links alone, which no instruction slows down (from 1 GB on also
-packed trees in very many pieces, those of an all-reduce also as two halves); `as_streams_us` is the program of the
-search on the runtime; `time_us` is what is chosen with the runtime's prices, on the runtime. At 1 GB that should be
-hardly more than `links_us` (`over_links`), and for small sizes far less than `as_streams_us`. Two optima stand beside
-it: `bound_us` is what no program beats on the links (`over_bound`), `paths_us` what no program beats whose messages go
-from rank to rank by the route that the memory of a GPU takes (`over_paths`): a program for the links alone may also
-send by other routes, a plan cannot. `in_reach` says whether any plan at all can be within 5 % of `links_us`: "no" where
-`paths_us` is more than that above it.
+packed trees in very many pieces, those of an all-reduce also as two halves). On the runtime, `as_streams_us` is that
+program as instruction streams, `as_plan_us` the same as wide steps in its best form (empty where it is too long for
+that), and `time_us` what is chosen with the runtime's prices. At 1 GB that should be hardly more than `links_us`
+(`over_links`), and for small sizes less than the two before it. Two optima stand beside it: `bound_us` is what no
+program beats on the links (`over_bound`), `paths_us` what no program beats whose messages go from rank to rank by the
+route that the memory of a GPU takes (`over_paths`): a program for the links alone may also send by other routes, a plan
+cannot. `in_reach` says whether any plan at all can be within 5 % of `links_us`: "no" where `paths_us` is more than that
+above it.
 """
 
 from __future__ import annotations
+
+import time
+from dataclasses import replace
 
 from common import Row, common_options, finish
 
 from stretto import AllGather, AllReduce, AllToAll, Cluster, Collective, ReduceScatter, synthesize
 from stretto.errors import StrettoError
-from stretto.simulator import lower_bound, simulate
+from stretto.programs import Program
+from stretto.programs.formats.mscclpp_json import MAX_THREADBLOCKS
+from stretto.programs.formats.mscclpp_wide import PlanForm, dumps, widen_in
+from stretto.programs.wide import WideProgram
+from stretto.simulator import Runtime, lower_bound, simulate
+from stretto.simulator.priced_wide import wide_time_us
 from stretto.synthesis import forest
 from stretto.synthesis.path_bound import path_bound
+from stretto.synthesis.plan_search import forms_for, loop_forms
+from stretto.synthesis.problem import MAX_WIDE
 
 CLUSTERS = ("ndv2", "dgx2", "dgx_a100", "dgx_h100")
 COLLECTIVES = {
@@ -59,6 +70,36 @@ def links_alone_us(wanted: Collective, cluster: Cluster, nbytes: int, found_us: 
     return min(found_us, packed_us(wanted.kind), *halves)
 
 
+def as_plan_us(program: Program, cluster: Cluster, nbytes: int) -> float | None:
+    """The time of a program as wide steps on the runtime, in the best of all forms that are tried; None: in none."""
+    if len(program.chunk) > MAX_WIDE:
+        return None
+    prices = Runtime.load(RUNTIME)
+    steps: dict[PlanForm, WideProgram] = {}
+
+    def took_us(form: PlanForm) -> float:
+        alike = replace(form, slices=1, threads=1024, loop_bytes=16 * form.halves)
+        try:
+            if alike not in steps:
+                steps[alike] = widen_in(program, form)
+            return wide_time_us(steps[alike], cluster, nbytes=nbytes, form=form, runtime=prices)
+        except StrettoError:
+            return float("inf")
+
+    def is_written(form: PlanForm) -> bool:
+        try:
+            return bool(dumps(program, form=form, max_threadblocks=most))
+        except StrettoError:
+            return False
+
+    most = prices.blocks_on(cluster) or MAX_THREADBLOCKS
+    forms = {*forms_for(program, nbytes, prices, cluster), *loop_forms(program, nbytes, most)}
+    times = {form: took_us(form) for form in forms}
+    # Not every form can be written as a plan: the executor has limits.
+    fastest = (form for form in sorted(times, key=times.__getitem__) if times[form] < float("inf"))
+    return next((times[form] for form in fastest if is_written(form)), None)
+
+
 def main() -> None:
     """Print one row for each cluster, collective and size."""
     parser = common_options(__doc__)
@@ -66,7 +107,11 @@ def main() -> None:
     parser.add_argument("--collectives", default=",".join(COLLECTIVES), help="only these")
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="only these, in bytes")
     parser.add_argument("--budget", type=float, default=10.0, help="seconds of each search")
+    parser.add_argument("--cpu", action="store_true", help="the budget counts CPU seconds: for a busy machine")
     args = parser.parse_args()
+    if args.cpu:
+        # All makers run in this process and look at this clock.
+        time.monotonic = time.process_time
     rows: list[Row] = []
     for name in args.clusters.split(",")[: 1 if args.quick else None]:
         cluster = Cluster.preset(name)
@@ -81,7 +126,8 @@ def main() -> None:
                 took = found.certificate.lowered_us or 0.0
                 row: Row = {
                     "case": f"{name} {wanted.kind}", "nbytes": nbytes, "links_us": links_us,
-                    "as_streams_us": "", "time_us": took, "program": found.program.name,
+                    "as_streams_us": "", "as_plan_us": as_plan_us(links.plain, cluster, nbytes) or "",
+                    "time_us": took, "program": found.program.name,
                     "form": found.certificate.form, "over_links": took / links_us,
                     "bound_us": bound_us, "over_bound": took / bound_us,
                     "paths_us": paths_us or "", "over_paths": took / paths_us if paths_us else "",

@@ -157,7 +157,8 @@ class PlanInterpreter:
         for name, values in (("o", None), ("i", self.case(self.launch[rank])[0][rank])):
             memory, _, begin = self.buffers[rank][name]
             count = self.elements * self.gpus[rank]["input_chunks" if name == "i" else "output_chunks"]
-            memory[begin : begin + count] = [None] * count if values is None else values
+            given = values or []  # In a broadcast only the root gives something.
+            memory[begin : begin + count] = [*given, *[None] * (count - len(given))]
 
     def _end(self, rank: int) -> None:
         want = self.case(self.launch[rank])[1][rank]

@@ -81,3 +81,12 @@ def test_overlapping_sizes_are_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text(json.dumps({"collective": "all_reduce", "rows": rows}))
     with pytest.raises(InvalidInput, match=r"is for other sizes than index\.json says"):
         plans_of(tmp_path)
+
+
+def test_our_backend_runs_the_programs_beside_the_plans(folder: Path) -> None:
+    from stretto.runtime.torch_backend.selection import Selector
+
+    selector = Selector(range(4), ["host"] * 4, table=folder)
+    for nbytes in (1024, 1 << 26):
+        pick = selector.pick("all_reduce", nbytes)
+        assert pick.from_table and not pick.rejected

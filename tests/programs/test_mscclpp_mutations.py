@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from drawn_programs import random_program
 from plan_interpreter import Case, PlanInterpreter, Values, WrongPlanError
 
 from stretto.algorithms import algorithm
-from stretto.errors import StrettoError
+from stretto.errors import InvalidInput, StrettoError
 from stretto.programs.formats import mscclpp_json, mscclpp_wide
 from stretto.programs.formats.mscclpp_reader import ExecutionPlan, check_plan, collective_of, loads
 from stretto.programs.formats.mscclpp_wide import PlanForm
@@ -27,11 +28,20 @@ RENAMED = {
     "signal": "rlxsignal", "wait": "rlxwait", "rlxsignal": "signal", "rlxwait": "wait", "put": "res", "rre": "rres",
     "pws": "put",
 }  # fmt: skip
+FAULTS = (
+    "drop", "swap", "double", "channel", "place", "rename", "unit", "source", "peer", "slice", "size", "twice", "type",
+    "places",
+)  # fmt: skip
 Op = dict[str, Any]
 
 
 def exported(form: str, draw: random.Random) -> str:
-    """A plan of a small program in a form."""
+    """A plan of a small program in a form; now and then of drawn trees."""
+    if not form.startswith("streams of") and draw.random() < 0.3:
+        try:
+            return mscclpp_wide.dumps(random_program(draw.randrange(1 << 30)), form=PlanForm.parse(form))
+        except InvalidInput:
+            pass  # Not every program can loop.
     name, kind = draw.choice(CASES)
     ranks = draw.choice((2, 4) if name == "halving_doubling" else (2, 3, 4))
     program = algorithm(name, kind, ranks, in_place=draw.random() < 0.5)
@@ -94,7 +104,7 @@ def mutated(plan: dict[str, Any], draw: random.Random) -> tuple[str, dict[str, A
     plan = copy.deepcopy(plan)
     ops = draw.choice([ops for ops in op_lists(plan) if ops])
     k = draw.randrange(len(ops))
-    op, what = ops[k], draw.choice(("drop", "swap", "double", "channel", "place", "rename", "unit", "source", "peer"))
+    op, what = ops[k], draw.choice((*FAULTS, "move", "blocks"))
     parts = [*op.get("src_buff", []), *op.get("dst_buff", [])]
     ids = op.get("channel_ids") or op.get("semaphore_ids") or []
     done = True
@@ -116,9 +126,34 @@ def mutated(plan: dict[str, Any], draw: random.Random) -> tuple[str, dict[str, A
         op["src_buff"].pop()
     elif what == "peer" and any("buffer_id" in part for part in parts):
         draw.choice([part for part in parts if "buffer_id" in part])["buffer_id"] += draw.choice((-1, 1))
+    elif what == "move" and len(ops) > 2:
+        ops.insert(draw.randrange(len(ops)), ops.pop(k))
+    elif what == "blocks" and len(blocks := draw.choice(plan["gpus"])["threadblocks"]) > 1:
+        one, other = draw.sample(blocks, 2)
+        one["ops"], other["ops"] = other["ops"], one["ops"]
     else:
-        done = False
+        done = misplaced(what, op, parts, draw)
     return (f"{what} {op['name']}" if done else ""), plan
+
+
+def misplaced(what: str, op: Op, parts: list[dict[str, Any]], draw: random.Random) -> bool:
+    """Put a fault into the places or channels of an operation; False where it does not apply."""
+    ids = op.get("channel_ids", [])
+    if what == "slice" and "tbg_info" in op:
+        op["tbg_info"]["tb_id"] = (op["tbg_info"]["tb_id"] + 1) % op["tbg_info"]["tbg_size"]
+    elif what == "size" and parts:
+        one = draw.choice(parts)
+        one["size"] = max(1, one["size"] + draw.choice((-1, 1)))
+    elif what == "twice" and len(ids) > 1:
+        ids[0] = ids[1]
+    elif what == "type" and any("type" in part for part in parts):
+        draw.choice([part for part in parts if "type" in part])["type"] = draw.choice("ios")
+    elif what == "places" and len(parts) > 1:
+        one, other = draw.sample(parts, 2)
+        one["index"], other["index"] = other["index"], one["index"]
+    else:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -8,8 +8,9 @@ import random
 from typing import Any
 
 import pytest
+from drawn_programs import random_program
 
-from stretto import AllReduce, Broadcast
+from stretto import Broadcast
 from stretto.algorithms import algorithm
 from stretto.errors import InvalidInput, StrettoError, VerificationError
 from stretto.programs import Program
@@ -112,29 +113,6 @@ def test_a_switch_adds_up_and_copies() -> None:
     assert "glres" in ops and "rres" not in ops
     gather = json.loads(dumps(algorithm("direct", "all_gather", 4), form=PlanForm(multicast=1)))
     assert "gstore" in [op["name"] for op in gather["gpus"][0]["threadblocks"][0]["ops"]]
-
-
-def random_program(seed: int) -> Program:
-    """An all-reduce by a random tree for every chunk, in random order of chunks."""
-    pick = random.Random(seed)
-    ranks, chunks = pick.randint(2, 5), pick.randint(1, 4)
-    src, dst, chunk, step, reduce = [], [], [], [], []
-    for c in range(chunks):
-        order = pick.sample(range(ranks), ranks)
-        parent = {order[k]: order[pick.randrange(k)] for k in range(1, ranks)}
-        late = pick.randint(0, 3)
-        for k in range(ranks - 1, 0, -1):
-            child = order[k]
-            for up in (True, False):
-                src.append(child if up else parent[child])
-                dst.append(parent[child] if up else child)
-                chunk.append(c)
-                step.append(late + (ranks - 1 - k if up else ranks - 1 + k))
-                reduce.append(up)
-    return Program.from_steps(
-        f"random{seed}", AllReduce(ranks, chunks=chunks, in_place=pick.random() < 0.5),
-        src=src, dst=dst, chunk=chunk, step=step, reduce=reduce,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(12))

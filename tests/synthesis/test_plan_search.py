@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from stretto import AllGather, AllReduce, Cluster, synthesize
+from stretto import AllGather, AllReduce, Cluster, algorithm, simulate, synthesize
 from stretto.cli import app
+from stretto.cluster import Link, Node
 from stretto.collectives import COLLECTIVES
 from stretto.programs.formats.mscclpp_folder import plans_of
 from stretto.programs.formats.mscclpp_reader import check_plan, loads
-from stretto.synthesis.plan_search import direct_fills_links
+from stretto.simulator import Runtime
+from stretto.synthesis.certificate import ProvedProgram
+from stretto.synthesis.plan_search import direct_fills_links, search_plans
 from stretto.synthesis.problem import SynthesisProblem
 
 RUNTIME = "mscclpp:h200"
@@ -75,3 +78,30 @@ def test_trees_are_tried_where_links_differ_even_without_time() -> None:
     cluster = Cluster.preset("ndv2")
     found = synthesize(AllGather(8, in_place=True), cluster, 1e9, runtime=RUNTIME, budget_s=1e-3, cache=False)
     assert found.program.name.startswith("loop_trees") and found.certificate.cut
+
+
+def test_other_programs_are_tried_even_without_time() -> None:
+    """On an NDv2 the direct algorithm sends over PCIe where pairs have no NVLink."""
+    cluster, collective = Cluster.preset("ndv2"), AllGather(8)
+    problem = SynthesisProblem(
+        collective=collective, cluster=cluster, nbytes=400_000, lower="mscclpp", runtime=Runtime.load(RUNTIME)
+    )
+    ring = algorithm("ring", "all_gather", 8, cluster=cluster)
+    took = simulate(ring, cluster, nbytes=400_000).total_us
+    programs = [ProvedProgram(maker="library:ring", program=ring, time_us=took, seconds=0.0)]
+    made, plan, tried = search_plans(programs, problem, budget_s=0.0)
+    assert made is not None and plan is not None and made.program is ring
+    direct = [one.time_us for one in tried if one.maker == "library:direct" and one.time_us is not None]
+    assert plan.time_us < min(direct) and "budget ended before" in plan.cut
+
+
+def test_plans_are_found_where_ranks_have_no_route_to_each_other() -> None:
+    line = Cluster.build(
+        "line",
+        nodes=[Node(name=f"gpu{at}", host=0) for at in range(4)],
+        links=[Link(src=a, dst=b, alpha_us=1.0, gb_per_s=25.0) for a in range(4) for b in range(4) if abs(a - b) == 1],
+    )
+    found = synthesize(
+        AllGather(4), line, 65536, runtime=RUNTIME, budget_s=20, cache=False, makers=["forest", "library"]
+    )
+    assert found.certificate.form and found.certificate.lowered_us is not None

@@ -478,6 +478,8 @@ def _lowering_text(lowering: Lowering, certificate: Certificate) -> str:
     took = f"{format_us(lowering.time_us)}{where}, {certificate.runtime_gap_text}"
     if lowering.form is not None:
         return f"as a plan of wide steps {took}: {lowering.form}"
+    if lowering.steps:
+        return f"as fused steps {took}: {lowering.steps}"
     parts = (
         f"{lowering.instances} instances, {lowering.lowered.num_channels} channels, FIFO depth {lowering.fifo_depth}"
     )

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..cluster import Cluster
 from ..collectives import Collective
-from .network import routes_between, simulate_transfers
+from .network import Times, routes_between, simulate_transfers
 from .runtimes import Runtime, sharing
 
 SOFT = 4.0
@@ -102,6 +102,8 @@ class PriceGraph:
     """How many ranks share one GPU, whose memory then is all of their links."""
     launch: list[int] = field(default_factory=list)
     """The event at which each rank begins."""
+    steps: list[tuple[PricedStep, StepEvents]] = field(default_factory=list)
+    """Every step with its events."""
 
     def __post_init__(self) -> None:
         if self.prices.memory_gb_per_s and sharing(self.cluster) > 1:
@@ -145,7 +147,8 @@ class PriceGraph:
         for link, nbytes in step.through:
             self.on_link.append((self.event(FREE, [begun]), link, nbytes))
             done.append(self.on_link[-1][0])
-        return StepEvents(begun, tuple(done), sent)
+        self.steps.append((step, StepEvents(begun, tuple(done), sent)))
+        return self.steps[-1][1]
 
     def delay_us(self, cost: EventCost, p: Runtime) -> float:
         """What a runtime asks for something."""
@@ -190,15 +193,29 @@ class PriceGraph:
 
         Other prices than those that the graph was made with may differ in figures, not in what is limited at all.
         """
-        run, costs, index = self._run
         prices = prices or self.prices
+        return float(self.times(prices, contention=prices.contention)[0].end_us.max(initial=0.0))
+
+    def times(self, prices: Runtime, **modes: Any) -> tuple[Times, np.ndarray]:
+        """Run all events.
+
+        Args:
+            prices: The prices.
+            **modes: Options of `simulate_transfers`, such as `contention`.
+
+        Returns:
+            The times, and the place of each event in them.
+        """
+        run, costs, index, number = self._run
         delays = np.array([self.delay_us(cost, prices) for cost in costs])
-        times = simulate_transfers(self.cluster, delay_us=delays[index], contention=prices.contention, **run)
-        return float(times.end_us.max(initial=0.0))
+        return simulate_transfers(self.cluster, delay_us=delays[index], **modes, **run), number
 
     @cached_property
-    def _run(self) -> tuple[dict[str, Any], list[EventCost], np.ndarray]:
-        """What is simulated, the different costs, and that of each event; messages come behind what has no links."""
+    def _run(self) -> tuple[dict[str, Any], list[EventCost], np.ndarray, np.ndarray]:
+        """What is simulated, the different costs, that of each event, and the place of each.
+
+        Messages come behind what has no links.
+        """
         travels = [event for event, *_ in (*self.message, *self.on_link)]
         events, moved = len(self.cost), set(travels)
         quiet = [e for e in range(events) if e not in moved]
@@ -226,7 +243,8 @@ class PriceGraph:
             "after": (after, np.array([a for row in rows for a in row], np.int32)),
         }
         costs = {cost: at for at, cost in enumerate(dict.fromkeys(self.cost))}
-        return run, list(costs), np.array([costs[cost] for cost in self.cost])[order]
+        place = np.array([number[e] for e in range(events)])
+        return run, list(costs), np.array([costs[cost] for cost in self.cost])[order], place
 
 
 class PacketArrivals:
@@ -261,4 +279,6 @@ class PacketArrivals:
         last = [
             graph.event(signal, [events.done[0], events.sent.get(reader, events.done[0])]) for events, reader in senders
         ]
-        return StepEvents(found.begun, (graph.event(FREE, [*found.done, *last]),), found.sent)
+        ended = StepEvents(found.begun, (graph.event(FREE, [*found.done, *last]),), found.sent)
+        graph.steps[-1] = step, ended
+        return ended

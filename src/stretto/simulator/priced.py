@@ -24,6 +24,7 @@ from ..programs.lower import lower
 from ..programs.lowered import BUFFERS, OPS, WRITES_DST, Lowered
 from ..programs.streams import Edges, InstructionStreams, rows_from_edges
 from ..units import format_bytes
+from .fused_timeline import simulate_fused
 from .messages import MessageGraph
 from .network import Rows, Times, routes_of, simulate_transfers
 from .runtimes import Protocol, Runtime, runtime_of
@@ -271,11 +272,14 @@ def simulate_priced(
         load_slots: As in `simulate`.
 
     Returns:
-        The timeline: a span for each instruction, or for each message where instructions cost nothing.
+        The timeline: a span for each instruction, or for each message where instructions cost nothing; for a runtime
+        that runs steps a span for each step.
     """
     if isinstance(program, SymmetricProgram):
         raise InvalidInput("runtime: a program that is stored by its symmetry must be expanded first")
     prices = runtime_of(runtime)
+    if not prices.knows_streams:
+        return simulate_fused(program, cluster, nbytes, prices, contention, alpha, channels, load_slots)
     lowered = program if isinstance(program, Lowered) else lower(program)
     lowered.verify()
     run = run_priced(

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..cluster import Cluster
 from ..errors import InvalidInput
-from ..programs.fused import PACKET, Fused, FusedStep
+from ..programs import Program
+from ..programs.fused import PACKET, Fused, FusedStep, fuse
+from ..programs.lowered import Lowered
 from .price_graph import EventCost, PacketArrivals, PricedStep, PriceGraph
 from .runtimes import Runtime, runtime_of
 
@@ -21,6 +24,52 @@ SLOT_BYTES, PACKET_BYTES, SLOT_BLOCKS = 64 << 20, 8 << 20, 32
 """What a communicator has by default: memory for slots and for packets, divided among so many blocks."""
 PIPELINED_FROM, PIPELINE_BYTES = 4, 128 << 10
 """From so many levels on, a block moves no more of a slice in one round."""
+PACKETS_UP_TO = 2 << 20
+"""The bytes of all ranks together up to which a communicator sends packets."""
+LEAST_BLOCK_BYTES = {"simple": 128 * 16, "ll": 128 * 8}
+"""What a block moves at least in a step before a call gets another one."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FusedCall:
+    """How the GPU executor carries out a call on memory of any kind, and the events of that."""
+
+    fused: Fused
+    blocks: int
+    graph: PriceGraph
+
+    @property
+    def form(self) -> str:
+        """The protocol and the blocks, as one line."""
+        return f"protocol={NAMES[self.fused.protocol]},blocks={self.blocks}"
+
+
+def usual_call(program: Program | Lowered, cluster: Cluster, *, nbytes: float, runtime: Runtime) -> FusedCall:
+    """A call as a communicator carries it out by default: packets for few bytes, as many blocks as have work.
+
+    Args:
+        program: The program.
+        cluster: The cluster; all ranks are taken to reach each other's memory.
+        nbytes: The bytes that the collective moves, > 0.
+        runtime: The runtime.
+
+    Returns:
+        The call.
+
+    Raises:
+        InvalidInput: There are too many ranks.
+        VerificationError: The program is wrong.
+    """
+    c = program.collective
+    packets = "LL" in runtime.protocols and nbytes * c.num_ranks <= PACKETS_UP_TO
+    fused = fuse(program, protocol="ll" if packets else "simple")
+    work = max(
+        (sum(float(c.chunk_share[i.chunk]) for i in s.items) for steps in fused.steps for s in steps), default=0.0
+    )
+    most = min(SLOT_BLOCKS, runtime.blocks_on(cluster) or SLOT_BLOCKS)
+    blocks = min(most, max(1, -int(-work * nbytes // LEAST_BLOCK_BYTES[fused.protocol])))
+    graph = fused_graph(fused, cluster, nbytes=nbytes, blocks=blocks, runtime=runtime)
+    return FusedCall(fused=fused, blocks=blocks, graph=graph)
 
 
 def fused_time_us(

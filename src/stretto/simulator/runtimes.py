@@ -156,6 +156,11 @@ class Runtime:
         """Whether it has prices for wide steps."""
         return bool(self.step_us or self.meet_us or {"read", "write"} & self.block_gb_per_s.keys())
 
+    @property
+    def knows_streams(self) -> bool:
+        """Whether it has prices for instruction streams; a runtime that knows steps alone carries out no others."""
+        return not self.knows_wide or any(self.instruction_us.values())
+
     def blocks_on(self, cluster: Cluster) -> int:
         """The most threadblocks of a rank on a cluster, whose ranks may share a GPU; 0 where nothing limits them.
 

@@ -83,6 +83,8 @@ class Certificate:
     """The runtime whose prices `lowered_us` includes; empty: links alone."""
     form: str = ""
     """How the wide steps of an MSCCL++ plan are carried out; empty for instruction streams."""
+    steps: str = ""
+    """How the GPU executor carries the program out as fused steps; empty for other runtimes."""
     cut: str = ""
     """Why a search for a plan with more time might find another one; empty where every candidate was tried."""
     unfit_for_old: str = ""
@@ -108,7 +110,7 @@ class Certificate:
             return ""
         price_us = self.lowered_us - self.time_us
         gap = f", {self.runtime_gap_text}" if self.bound_us > 0 else ""
-        form = f" ({self.form})" if self.form else ""
+        form = f" ({self.form or self.steps})" if self.form or self.steps else ""
         # A plan that loops can be faster than its program piece by piece: then there is no price to tell.
         price = f": instructions cost {format_us(price_us)}" if price_us >= 0 else ""
         return f"; {format_us(self.lowered_us)} on {self.runtime}{form}{gap}{price}"
@@ -146,6 +148,8 @@ class Lowering:
     tried: tuple[Candidate, ...] = ()
     form: PlanForm | None = None
     """How an MSCCL++ plan of wide steps is carried out; None for instruction streams."""
+    steps: str = ""
+    """How the GPU executor carries the program out as fused steps; empty for instruction streams and plans."""
     cut: str = ""
     """How many programs were not tried as plans for want of time; empty where all were."""
 

@@ -17,6 +17,7 @@ from ..simulator import simulate
 from .certificate import Candidate, Lowering, ProvedProgram
 from .plan_search import search_plans
 from .problem import SynthesisProblem
+from .step_search import search_steps
 
 FORMATS = ("msccl", "mscclpp")
 """The file formats that programs can be lowered for."""
@@ -39,9 +40,10 @@ def search_lowering(
 ) -> tuple[ProvedProgram, Lowering]:
     """Lower programs in several ways, simulate the streams as threadblocks would run them, and return the fastest.
 
-    Where the runtime takes plans of wide steps, the fastest of these is returned (`plan_search`), and there are streams
-    only where no plan fits. Otherwise the programs of every maker are lowered, from coarse to fine, until one does not
-    fit; then the number of instances of whatever is fastest is doubled for as long as that helps. Streams that no
+    Where the runtime runs fused steps, programs are timed as these (`step_search`). Where it takes plans of wide steps,
+    the fastest of these is returned (`plan_search`), and there are streams only where no plan fits. Otherwise the
+    programs of every maker are lowered, from coarse to fine, until one does not fit; then the number of instances of
+    whatever is fastest is doubled for as long as that helps. Streams that no
     runtime of the wanted format accepts (too many channels, threadblocks or steps) are left out.
 
     Args:
@@ -56,6 +58,8 @@ def search_lowering(
     Raises:
         Infeasible: No program fits the limits of the runtimes.
     """
+    if problem.takes_steps:
+        return search_steps(programs, problem, budget_s=budget_s, report=report)
     search = _Search(problem=problem, report=report, deadline=time.monotonic() + budget_s)
     if problem.takes_plans:
         made, plan, search.tried = search_plans(programs, problem, budget_s=budget_s, report=report)

@@ -145,7 +145,7 @@ class Library:
             progress(program.name, 0.0)
             yield program
             chunks *= 2
-            if problem.takes_plans:
+            if problem.takes_plans or problem.takes_steps:
                 if 2 * len(program.chunk) > MAX_WIDE:
                     return
             elif 2 * len(program.chunk) > MAX_LIBRARY_MOVES or 4 * (time.monotonic() - began) > budget_s:

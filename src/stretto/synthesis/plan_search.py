@@ -9,7 +9,7 @@ something. The same problem therefore has the same plan on a busy and on an idle
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
@@ -46,6 +46,8 @@ TREES_FROM = 8e6
 """From so many bytes on, trees in loops are tried where links differ."""
 FIRST_TREES = 2
 """The programs of trees that are tried whatever time is left: the direct algorithm alone would be far slower there."""
+FIRST_OTHERS = 2
+"""Other programs than the direct one of which the first forms are tried whatever time is left."""
 FEWEST_STEPS = 0.8
 """Below `TREES_FROM`, where steps are what a call costs, other programs replace the direct one from so much less time
 on: prices were fitted to direct ones."""
@@ -83,8 +85,8 @@ def search_plans(
         The program and its plan, None where none fits; and what was tried.
     """
     assert problem.runtime is not None and problem.takes_plans
-    search = _PlanSearch(problem=problem, prices=problem.runtime, report=report)
     deadline = time.monotonic() + budget_s
+    search = _PlanSearch(problem=problem, prices=problem.runtime, report=report, deadline=deadline)
     direct = _direct(problem)
     # The direct algorithm with more chunks has the same wide steps: chunks that lie and travel alike are one piece.
     others = [
@@ -102,7 +104,7 @@ def search_plans(
                 break
             search.widen(made, forms)
     for at, made in enumerate(others):
-        if time.monotonic() > deadline and search.best is not None:
+        if search.late and at >= FIRST_OTHERS:
             left_out += len(others) - at
             break
         search.widen(made)
@@ -110,7 +112,8 @@ def search_plans(
         return None, None, search.tried
     made, took, form = search.best
     assert isinstance(made.program, Program)
-    cut = f"the budget ended before {left_out} programs were tried as plans" if left_out else ""
+    left = f"{left_out} programs were tried as plans" if left_out else "all forms of plans were tried"
+    cut = f"the budget ended before {left}" if left_out or search.hurried else ""
     return made, replace(_plan(made.program, took, form), tried=tuple(search.tried), cut=cut), search.tried
 
 
@@ -148,10 +151,10 @@ def direct_fills_links(problem: SynthesisProblem) -> bool:
         wanted = [half(problem.collective.ranks, in_place=problem.collective.in_place) for half in HALVES]
     if problem.collective.kind not in ALL_ALIKE:
         return False
+    found = [(one, _direct(replace(problem, collective=one, nbytes=LARGE))) for one in wanted]
     return all(
-        made.time_us <= FILLS_LINKS * lower_bound(one, problem.cluster, LARGE).total_us
-        for one in wanted
-        for made in _direct(replace(problem, collective=one, nbytes=LARGE))
+        bool(made) and made[0].time_us <= FILLS_LINKS * lower_bound(one, problem.cluster, LARGE).total_us
+        for one, made in found
     )
 
 
@@ -165,6 +168,9 @@ class _PlanSearch:
     problem: SynthesisProblem
     prices: Runtime
     report: Callable[[str], None]
+    deadline: float
+    hurried: bool = False
+    """Whether forms were left out for want of time."""
     best: tuple[ProvedProgram, float, PlanForm] | None = None
     tried: list[Candidate] = field(default_factory=list)
 
@@ -173,8 +179,16 @@ class _PlanSearch:
         """The most threadblocks of a rank."""
         return self.prices.blocks_on(self.problem.cluster) or MAX_THREADBLOCKS
 
-    def widen(self, made: ProvedProgram, forms: Sequence[PlanForm] | None = None) -> None:
-        """Try one program in some forms, by default in all that suit it if the first ones promise something."""
+    @property
+    def late(self) -> bool:
+        """Whether the time is spent; never before there is a plan."""
+        return self.best is not None and time.monotonic() > self.deadline
+
+    def widen(self, made: ProvedProgram, forms: Iterable[PlanForm] | None = None) -> None:
+        """Try one program in some forms, by default in all that suit it if the first ones promise something.
+
+        Where the time is over, a program is tried in its first forms only.
+        """
         program, problem = made.program, self.problem
         assert isinstance(program, Program)
         steps: dict[PlanForm, WideProgram] = {}
@@ -182,8 +196,10 @@ class _PlanSearch:
         enough: set[PlanForm] = set()
         if forms is None:
             forms = forms_for(program, problem.nbytes, self.prices, problem.cluster)
-            if self.best is not None and not self._promises(made, forms, steps):
+            if self.best is not None and not self.late and not self._promises(made, forms, steps):
                 return
+            if made.maker != DIRECT:
+                forms = self._in_time(forms)
         for form in forms:
             key = replace(form, slices=1, loop_bytes=0, halves=0)
             if key in enough and not form.loop_bytes:
@@ -203,6 +219,15 @@ class _PlanSearch:
                 continue
             self.tried.append(Candidate(maker=made.maker, name=name, time_us=took))
 
+    def _in_time(self, forms: Sequence[PlanForm]) -> Iterator[PlanForm]:
+        """The forms, but once the time is over only the first ones of those that are left."""
+        for at, form in enumerate(forms):
+            if self.late:
+                self.hurried = True
+                yield from (one for one in first_forms(forms) if one in forms[at:])
+                return
+            yield form
+
     def _time_us(self, program: Program, form: PlanForm, steps: dict[PlanForm, WideProgram]) -> float:
         """The time of a program in a form; `steps` keeps its wide steps, which several forms share."""
         key = replace(form, slices=1, threads=1024, loop_bytes=16 * form.halves)
@@ -217,8 +242,7 @@ class _PlanSearch:
         _, best_us, own = self.best
         margin = self._margin(made)
         near_us = best_us * (PROMISING if margin == 1.0 else NEARLY * margin)
-        first = {(form.protocol, form.apart): form for form in forms if not form.loop_bytes}
-        for form in [*first.values(), *([own] if own in forms else [])]:
+        for form in [*first_forms(forms), *([own] if own in forms else [])]:
             try:
                 if self._time_us(made.program, form, steps) < near_us:
                     return True
@@ -232,15 +256,22 @@ class _PlanSearch:
         return FEWEST_STEPS if held and self.problem.nbytes <= TREES_FROM else 1.0
 
 
+def first_forms(forms: Sequence[PlanForm]) -> tuple[PlanForm, ...]:
+    """Of each kind the form with most threadblocks, without loops."""
+    return tuple({(form.protocol, form.apart): form for form in forms if not form.loop_bytes}.values())
+
+
 def _direct(problem: SynthesisProblem) -> list[ProvedProgram]:
-    """The direct algorithm, which has the fewest steps: on the links it may be far from the fastest."""
+    """The direct algorithm, which has the fewest steps: on the links it may be far from the fastest.
+
+    There is none where some ranks have no route to others.
+    """
     c = problem.collective
     try:
         options: dict[str, Any] = {"root": c.root} if c.root >= 0 else {}
-        program = algorithm("direct", c.kind, c.ranks, in_place=c.in_place, **options)
+        return [_timed(DIRECT, algorithm("direct", c.kind, c.ranks, in_place=c.in_place, **options), problem)]
     except StrettoError:
         return []
-    return [_timed(DIRECT, program, problem)]
 
 
 def _timed(maker: str, program: Program, problem: SynthesisProblem) -> ProvedProgram:

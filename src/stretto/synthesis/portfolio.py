@@ -122,6 +122,8 @@ def synthesize(
     if form and form not in FORMATS:
         raise unknown("format to lower for", form, FORMATS)
     problem = replace(problem, lower=form, runtime=prices)
+    if prices is not None and problem.takes_steps and len(set(problem.hosts)) > 1:
+        raise InvalidInput(f"runtime: {prices.name} has prices for ranks on one host; these are on several")
     own = check_options(maker_options or {}, makers)
     options = {
         "budget_s": float(budget_s),
@@ -208,7 +210,7 @@ def _search(
             priced=problem.runtime is not None,
             candidates=[Candidate(maker=name, reason=reason) for name, reason in refused.items()],
         )
-        if problem.lower:
+        if problem.lower and not problem.takes_steps:
             board.suffices = partial(lowers_well, problem=problem)
         _in_turn(problem, here, board, later=sum(task.weight for task in there))
         if start is not None:
@@ -243,8 +245,9 @@ def _search(
         budget_s=float(budget_s),
         lowered_us=None if lowering is None else lowering.time_us,
         runtime="" if problem.runtime is None else problem.runtime.name,
-        cut=_cut(board, lowering) if problem.takes_plans else "",
+        cut=_cut(board, lowering) if problem.takes_plans or problem.takes_steps else "",
         form=str(lowering.form) if lowering is not None and lowering.form is not None else "",
+        steps="" if lowering is None else lowering.steps,
         unfit_for_old=lowering.unfit_for_old if lowering is not None and problem.lower == "msccl" else "",
         versions=versions(),
         helpers=duties(best.program, problem.cluster, problem.nbytes),

@@ -55,7 +55,12 @@ class SynthesisProblem:
     def takes_plans(self) -> bool:
         """Whether programs become plans of wide steps: the runtime has prices for them, and all ranks are on a host."""
         wide = self.lower == "mscclpp" and self.runtime is not None and self.runtime.knows_wide
-        return wide and len(set(self.hosts)) == 1
+        return wide and not self.takes_steps and len(set(self.hosts)) == 1
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether programs run as fused steps: the runtime has prices for steps, and none for instruction streams."""
+        return self.runtime is not None and not self.runtime.knows_streams
 
 
 @dataclass(frozen=True, kw_only=True)

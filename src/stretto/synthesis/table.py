@@ -86,7 +86,8 @@ class Selection:
         """Write one program file per choice, ``index.json`` and ``index.csv``; return their paths.
 
         Files for MSCCL and MSCCL++ carry their size range themselves, so that the runtime picks the right one; no two
-        ranges overlap. `suffix` chooses the format (.xml, .json, .txt, .prog).
+        ranges overlap. Beside a plan for MSCCL++ (.json) its program stands as ``NAME.txt``, which our backend runs.
+        `suffix` chooses the format (.xml, .json, .txt, .prog).
         """
         from ..programs.formats import SUFFIXES
 
@@ -101,6 +102,9 @@ class Selection:
         for name, choice in zip(names, self.choices, strict=True):
             limits = {"min_bytes": choice.min_bytes, "max_bytes": choice.max_bytes}
             choice.synthesis.write(folder / name, hosts=choice.synthesis.hosts, **limits)
+        programs = [folder / Path(name).with_suffix(".txt") for name in names] if suffix == ".json" else []
+        for path, choice in zip(programs, self.choices, strict=False):
+            choice.synthesis.write(path)
         rows = [
             {"file": name, **row}
             for name, choice in zip(names, self.choices, strict=True)
@@ -114,7 +118,7 @@ class Selection:
         writer.writeheader()
         writer.writerows(rows)
         write_file(folder / "index.csv", table.getvalue())
-        return [*(folder / name for name in names), folder / "index.json", folder / "index.csv"]
+        return [*(folder / name for name in names), *programs, folder / "index.json", folder / "index.csv"]
 
 
 def select(
@@ -168,7 +172,8 @@ def select(
         form = None if one.lowering is None else one.lowering.form
         if form is not None:
             return wide_time_us(one.plain, cluster, nbytes=nbytes, form=form, runtime=physics["runtime"])
-        return simulate(one.runnable, cluster, nbytes=nbytes, **physics).total_us
+        stepwise = one.lowering is not None and one.lowering.steps
+        return simulate(one.plain if stepwise else one.runnable, cluster, nbytes=nbytes, **physics).total_us
 
     programs = [s for at, s in enumerate(found) if all(not _same(s, other) for other in found[:at])]
     chosen: list[tuple[Synthesis, list[tuple[int, float, float]]]] = []

@@ -27,8 +27,9 @@ class PricedCosts(SimulatedCosts):
     """Simulated costs, to which the price of a runtime is added: the planner then chooses with it.
 
     The price of a motif is how much longer its program takes on the runtime than on the links, alone: as a plan of
-    wide steps where the runtime has prices for them and the group is inside a host, else as instruction streams.
-    Bindings that host code drives have no price.
+    wide steps where the runtime has prices for them and the group is inside a host, else as instruction streams; on
+    our own executor on GPU memory as its fused steps. Bindings that host code drives have no price, nor have groups
+    across hosts on that executor.
 
     >>> cluster = Cluster.preset("dgx_h200")
     >>> motion = Motion(kind="all_reduce", groups=(tuple(range(8)),), channels=("nvlink",))
@@ -60,6 +61,8 @@ class PricedCosts(SimulatedCosts):
     def _price_us(self, program: Program, part: Cluster, nbytes: float) -> float:
         """What a program costs beside the links."""
         on_links_us = simulate(program, part, nbytes=nbytes).total_us
+        if not self.runtime.knows_streams:
+            return max(0.0, _stepped_us(program, part, nbytes, self.runtime) - on_links_us)
         took_us = _wide_us(program, part, nbytes, self.runtime)
         if took_us is None:
             took_us = _streamed_us(program, part, nbytes, self.runtime)
@@ -88,6 +91,16 @@ def _wide_us(program: Program, cluster: Cluster, nbytes: float, runtime: Runtime
         except StrettoError:
             continue
     return min(times, default=None)
+
+
+def _stepped_us(program: Program, cluster: Cluster, nbytes: float, runtime: Runtime) -> float:
+    """The time as fused steps, nothing between hosts; raises `Infeasible` where the runtime does not run them."""
+    if len(set(cluster.hosts_of(program.collective.ranks).tolist())) > 1:
+        return 0.0
+    try:
+        return simulate(program, cluster, nbytes=nbytes, runtime=runtime).total_us
+    except StrettoError as error:
+        raise Infeasible(f"{program.name} on {runtime.name}: {error}") from None
 
 
 def _streamed_us(program: Program, cluster: Cluster, nbytes: float, runtime: Runtime) -> float:

@@ -15,20 +15,15 @@ from ...algorithms.registry import FOR_COMPARISON, defined_for
 from ...cluster import Cluster
 from ...errors import StrettoError
 from ...programs import Program
-from ...programs.fused import fuse
-from ...simulator.priced_fused import fused_time_us
+from ...simulator.priced_fused import usual_call
 from ...simulator.runtimes import PRESETS
 from ...units import format_us
-from ..gpu.communicator import LL_BYTES, MAX_BLOCKS
-from ..gpu.encode import VECTOR_BYTES, block_count, chunk_elements
 from .gpu_layout import KINDS
 from .selection import AS_FAST, ProgramPick, Selector
 
 PRICE = "stretto-gpu:h200"
 """The runtime whose price decides; where it is not known there is no simulation."""
 MAX_SIMULATED = 32
-ELEMENT = 4
-"""The bytes of an element for which blocks are counted; others differ by a rounding."""
 IN_PLACE = ("all_reduce", "broadcast", "reduce")
 STRAIGHT = "every rank reaches every other one's memory"
 ONE_TRIP_BYTES = 512 << 10
@@ -115,13 +110,7 @@ class GpuSelector:
 
     def _time_us(self, program: Program, cluster: Cluster, nbytes: int) -> float:
         """How long a call through slots takes with as many blocks as the communicator would give it."""
-        small = nbytes * program.collective.num_ranks <= LL_BYTES
-        packets = small and "LL" in self._price.protocols
-        fused = fuse(program, protocol="ll" if packets else "simple")
-        whole = -(-nbytes // (ELEMENT * program.collective.num_chunks)) * program.collective.num_chunks
-        sizes = chunk_elements(program.collective, whole, VECTOR_BYTES // ELEMENT)
-        blocks = block_count(fused, sizes, ELEMENT, min(MAX_BLOCKS, self._price.blocks_on(cluster) or MAX_BLOCKS))
-        return fused_time_us(fused, cluster, nbytes=max(nbytes, 1), blocks=blocks, runtime=self._price)
+        return usual_call(program, cluster, nbytes=max(nbytes, 1), runtime=self._price).graph.total_us()
 
     def _names(self, kind: str) -> Iterable[str]:
         return (name for name in defined_for(kind, len(self._selector.devices)) if name not in FOR_COMPARISON)

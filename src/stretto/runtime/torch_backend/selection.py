@@ -380,5 +380,11 @@ def _read_table(folder: Path) -> dict[str, tuple[tuple[Path, int, int], ...]]:
         for file, *_ in rows:
             if Path(file).name != file:
                 raise InvalidInput(f"{path}: file {file!r} must be a name in the same folder")
-        found[index.collective] = tuple((path.parent / file, low, high) for file, low, high in rows)
+        found[index.collective] = tuple((_to_run(path.parent / file), low, high) for file, low, high in rows)
     return found
+
+
+def _to_run(path: Path) -> Path:
+    """The file that this backend reads: beside a plan for MSCCL++ stands the program that it was made of."""
+    program = path.with_suffix(".txt")
+    return program if path.suffix == ".json" and program.exists() else path
