@@ -180,7 +180,7 @@ def test_hosts_have_the_congestion_control_that_was_asked_for() -> None:
     for asked, expected in ((None, before), ("reno", "reno\n")):
         with Lab(hosts=2, ranks_per_host=1, tcp=asked) as lab:
             assert lab.run(["cat", str(own)], timeout_s=LIMIT_S).outputs == (expected, expected)
-    with pytest.raises(Infeasible, match="lets hosts choose .*reno.*, not TCP nosuch"), Lab(tcp="nosuch"):
+    with pytest.raises(Infeasible, match="lets hosts choose"), Lab(tcp="nosuch"):
         pass
     assert own.read_text() == before
 
