@@ -43,6 +43,7 @@ CASES = {
     "case9": ("(2,4) RS0R", "(2,4) RRS0"),
 }
 QUICK = ("case4", "case7")
+STATE_DICTS = "state_dicts"
 SHAPE = (128, 128, 128)
 SYSTEMS = ("stretto", "send_recv", "gather_broadcast")
 RUNS, QUICK_RUNS = 5, 1
@@ -54,9 +55,11 @@ def cases(lab: Lab, args: argparse.Namespace) -> list[Row]:
     common: Row = {"runs": QUICK_RUNS if args.quick else RUNS, "systems": systems}
     found: list[Row] = []
     for name in args.case or (QUICK if args.quick else CASES):
+        if name == STATE_DICTS:
+            continue
         src, dst = ((s.mesh.shape, s.mesh.devices, str(s.spec)) for s in place(*CASES[name], lab.cluster()))
         found.append({"kind": "tensor", "name": name, "shape": SHAPE, "src": src, "dst": dst, **common})
-    if args.case:
+    if args.case and STATE_DICTS not in args.case:
         return found
     replicas = [[2 * WIDTH, 2 * WIDTH + 1], [3 * WIDTH, 3 * WIDTH + 1]]
     for where, trainers in (("1 host", [0, 1, 2, 3]), ("2 hosts", [0, 1, WIDTH, WIDTH + 1])):
@@ -111,7 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="end within a minute on two cores")
     parser.add_argument("--urgent", action="store_true", help="ranks go before all other work of the machine")
-    parser.add_argument("--case", action="append", default=[], choices=tuple(CASES), help="only this case of Table 2")
+    parser.add_argument("--case", action="append", default=[], choices=(*CASES, STATE_DICTS), help="only this")
     parser.add_argument("--uplink", default=UPLINK, help="rate of every host's uplink")
     parser.add_argument("--ours", action="store_true", help="leave the other systems out")
     parser.add_argument("--tcp", default=TCP, help="congestion control of the hosts")
