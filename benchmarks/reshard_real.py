@@ -109,6 +109,17 @@ def row(line: Row, among: list[Row], share: float, burst_us: float) -> Row:
     return found
 
 
+def beside(rows: list[Row]) -> list[Row]:
+    """Our rows alone, with how many times as long the other systems take."""
+    found = []
+    for own in rows:
+        if own["system"] == "stretto":
+            others = {r["system"]: r["ratio"] for r in rows if r["case"] == own["case"] and r is not own}
+            kept = ("case", "exact", "time_us", "deviation", "predicted_us", "error", "over_bound", "cpu")
+            found.append({column: own[column] for column in kept} | others)
+    return found
+
+
 def main() -> None:
     """One lab, all cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -123,7 +134,7 @@ def main() -> None:
     args = parser.parse_args()
     found = rows(args)
     if args.markdown:
-        print_markdown(found)
+        print_markdown(beside(found))
     else:
         show(found, title=f"Tensors between meshes, real bytes ({HOSTS} hosts x {WIDTH} ranks, {args.uplink} uplinks)")
     if args.json:
