@@ -144,7 +144,7 @@ def run_case(name: str, quick: bool) -> list[Row]:
     hosts = len(about["grids"])
     with (
         tempfile.NamedTemporaryFile(suffix=".yaml") as truth,
-        Lab(hosts=hosts, ranks_per_host=RANKS_PER_HOST, uplinks={"eth": f"{RATE_MBIT}mbit"}) as lab,
+        Lab(hosts=hosts, ranks_per_host=RANKS_PER_HOST, uplinks={"eth": f"{RATE_MBIT}mbit"}, tcp="reno") as lab,
     ):
         lab.cluster().save(truth.name)
         command = [sys.executable, str(RANK), json.dumps(about), repr(share)]

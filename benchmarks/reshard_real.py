@@ -20,7 +20,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from statistics import median
+from statistics import median, pstdev
 from typing import Any
 
 from common import Row, print_markdown, save, show
@@ -33,6 +33,7 @@ from stretto.resharding import place
 JOB = Path(__file__).with_name("reshard_real_rank.py")
 HOSTS, WIDTH = 4, 4
 UPLINK = "100mbit"
+TCP = "reno"
 CASES = {
     "case2": ("(2,4) RRR", "(2,4) S0RR"),
     "case3": ("(2,4) RS0R", "(2,4) S0RR"),
@@ -42,28 +43,34 @@ CASES = {
     "case9": ("(2,4) RS0R", "(2,4) RRS0"),
 }
 QUICK = ("case4", "case7")
+STATE_DICTS = "state_dicts"
 SHAPE = (128, 128, 128)
-RUNS, QUICK_RUNS = 3, 1
+SYSTEMS = ("stretto", "send_recv", "gather_broadcast")
+RUNS, QUICK_RUNS = 5, 1
 
 
-def cases(lab: Lab, quick: bool) -> list[Row]:
+def cases(lab: Lab, args: argparse.Namespace) -> list[Row]:
     """What the ranks are to do."""
+    systems = SYSTEMS[:1] if args.ours else SYSTEMS
+    common: Row = {"runs": QUICK_RUNS if args.quick else RUNS, "systems": systems}
     found: list[Row] = []
-    for name, (src, dst) in CASES.items():
-        if not quick or name in QUICK:
-            sides = [(s.mesh.shape, s.mesh.devices, str(s.spec)) for s in place(src, dst, lab.cluster())]
-            found.append({"kind": "tensor", "name": name, "shape": SHAPE, "src": sides[0], "dst": sides[1],
-                          "runs": QUICK_RUNS if quick else RUNS})  # fmt: skip
+    for name in args.case or (QUICK if args.quick else CASES):
+        if name == STATE_DICTS:
+            continue
+        src, dst = ((s.mesh.shape, s.mesh.devices, str(s.spec)) for s in place(*CASES[name], lab.cluster()))
+        found.append({"kind": "tensor", "name": name, "shape": SHAPE, "src": src, "dst": dst, **common})
+    if args.case and STATE_DICTS not in args.case:
+        return found
     replicas = [[2 * WIDTH, 2 * WIDTH + 1], [3 * WIDTH, 3 * WIDTH + 1]]
     for where, trainers in (("1 host", [0, 1, 2, 3]), ("2 hosts", [0, 1, WIDTH, WIDTH + 1])):
         found.append({
-            "kind": "state_dict", "name": f"FSDP2 on {where} to 2 x TP2", "width": 128 if quick else 256, "layers": 4,
-            "trainers": trainers, "replicas": replicas, "runs": QUICK_RUNS if quick else RUNS,
+            "kind": "state_dict", "name": f"FSDP2 on {where} to 2 x TP2", "width": 128 if args.quick else 256,
+            "layers": 4, "trainers": trainers, "replicas": replicas, **common,
         })  # fmt: skip
-    return found[:-1] if quick else found
+    return found[:-1] if args.quick else found
 
 
-def rows(quick: bool, *, urgent: bool = False) -> list[Row]:
+def rows(args: argparse.Namespace) -> list[Row]:
     """All measurements; none where no lab can be built (one line says why)."""
     if reason := unavailable():
         print(f"real bytes: skipped, {reason}", file=sys.stderr)
@@ -71,10 +78,10 @@ def rows(quick: bool, *, urgent: bool = False) -> list[Row]:
     share = wire_bytes(1 << 20) / (1 << 20)
     with (
         tempfile.NamedTemporaryFile(suffix=".yaml") as truth,
-        Lab(hosts=HOSTS, ranks_per_host=WIDTH, uplinks={"eth": UPLINK}) as lab,
+        Lab(hosts=HOSTS, ranks_per_host=WIDTH, uplinks={"eth": args.uplink}, tcp=args.tcp) as lab,
     ):
         lab.cluster().save(truth.name)
-        what = json.dumps([cases(lab, quick), urgent])
+        what = json.dumps([cases(lab, args), args.urgent])
         done = lab.run(
             [sys.executable, str(JOB), what, repr(share)], env={"STRETTO_CLUSTER": truth.name}, timeout_s=1200
         )
@@ -91,6 +98,7 @@ def row(line: Row, among: list[Row], share: float, burst_us: float) -> Row:
     time_us, bound_us = median(line["times_us"]), ours["bound_us"] * share - burst_us
     found: dict[str, Any] = {
         "case": line["case"], "system": line["system"], "exact": line["exact"], "time_us": time_us,
+        "deviation": pstdev(line["times_us"]) / time_us,
         "ratio": time_us / median(ours["times_us"]), "bound_us": bound_us, "over_bound": time_us / bound_us - 1,
         "uplink_mb": line["uplink_bytes"] / 1e6, "cpu": line["cpu"], "machine_cpu": line["machine_cpu"],
     }  # fmt: skip
@@ -101,19 +109,34 @@ def row(line: Row, among: list[Row], share: float, burst_us: float) -> Row:
     return found
 
 
+def beside(rows: list[Row]) -> list[Row]:
+    """Our rows alone, with how many times as long the other systems take."""
+    found = []
+    for own in rows:
+        if own["system"] == "stretto":
+            others = {r["system"]: r["ratio"] for r in rows if r["case"] == own["case"] and r is not own}
+            kept = ("case", "exact", "time_us", "deviation", "predicted_us", "error", "over_bound", "cpu")
+            found.append({column: own[column] for column in kept} | others)
+    return found
+
+
 def main() -> None:
     """One lab, all cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="end within a minute on two cores")
     parser.add_argument("--urgent", action="store_true", help="ranks go before all other work of the machine")
+    parser.add_argument("--case", action="append", default=[], choices=(*CASES, STATE_DICTS), help="only this")
+    parser.add_argument("--uplink", default=UPLINK, help="rate of every host's uplink")
+    parser.add_argument("--ours", action="store_true", help="leave the other systems out")
+    parser.add_argument("--tcp", default=TCP, help="congestion control of the hosts")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--markdown", action="store_true", help="print the table as docs/results.md has it")
     args = parser.parse_args()
-    found = rows(args.quick, urgent=args.urgent)
+    found = rows(args)
     if args.markdown:
-        print_markdown(found)
+        print_markdown(beside(found))
     else:
-        show(found, title=f"Tensors between meshes, real bytes ({HOSTS} hosts x {WIDTH} ranks, {UPLINK} uplinks)")
+        show(found, title=f"Tensors between meshes, real bytes ({HOSTS} hosts x {WIDTH} ranks, {args.uplink} uplinks)")
     if args.json:
         save(found, args.json)
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import stretto.torch
-from stretto.resharding import Layout, Mesh, Spec, Tensor
+from stretto.resharding import Layout, Mesh, Spec, Tensor, plan_tensors
 from stretto.resharding.tensors.describe import dtype_of
 from stretto.resharding.tensors.plain import GatherBroadcast, PlainMessages
 from stretto.resharding.tensors.reshard import _TRANSFERS
@@ -52,22 +52,27 @@ def everywhere(fine: bool) -> bool:
     return bool(word)
 
 
-def report(case: str, systems: dict[str, Callable[[], object]], check: Callable[[str], bool], times: int,
-           facts: Callable[[], dict[str, Any]]) -> None:  # fmt: skip
-    """Run every system once to warm up and look at its bits, then for the clock; rank 0 prints a line for each."""
+def report(
+    case: dict[str, Any],
+    systems: dict[str, Callable[[], object]],
+    check: Callable[[str], bool],
+    facts: Callable[[], dict[str, Any]],
+) -> None:
+    """Run each system once to warm up and look at its bits, then for the clock; rank 0 prints a line for each."""
     exact = {}
-    for system, run in systems.items():
-        run()
+    for system in case["systems"]:
+        systems[system]()
         exact[system] = everywhere(check(system))
     known = facts()
-    for system, run in systems.items():
-        found = measure(run, times)
+    for system, same in exact.items():
+        found = measure(systems[system], case["runs"])
         if dist.get_rank() == 0:
             extra = known if system == "stretto" else {}
-            print(json.dumps({"case": case, "system": system, "exact": exact[system]} | found | extra), flush=True)
+            print(json.dumps({"case": case["name"], "system": system, "exact": same} | found | extra), flush=True)
 
 
-def tensor_case(name: str, shape: tuple[int, ...], src: Side, dst: Side, times: int, group: Any) -> None:
+def tensor_case(case: dict[str, Any], group: Any) -> None:
+    shape, src, dst = tuple(case["shape"]), case["src"], case["dst"]
     me = dist.get_rank()
     full = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
     source = distribute_tensor(full, mesh(src), placements(src), src_data_rank=None)
@@ -93,17 +98,21 @@ def tensor_case(name: str, shape: tuple[int, ...], src: Side, dst: Side, times: 
     def facts() -> dict[str, Any]:
         return known(next(reversed(_TRANSFERS.by_layouts.values()))[1]) if me == 0 else {}
 
-    report(name, systems, lambda s: not inside or torch.equal(result[s] if s == "stretto" else got[s], want), times,
-           facts)  # fmt: skip
+    def check(system: str) -> bool:
+        return not inside or torch.equal(result[system] if system == "stretto" else got[system], want)
+
+    report(case, systems, check, facts)
 
 
 def known(transfer: Transfer) -> dict[str, Any]:
-    """The simulated time of what ran, and the bound, both for payload."""
+    """The simulated time of what ran, and the bound on all rounds together, both for payload."""
     share = float(sys.argv[2])
+    plans, helpers = transfer.plans, tuple(transfer.carrier.device.values())
+    whole = plan_tensors(transfer._tensors, plans[0].cluster, helpers=helpers)
     return {
         "predicted_us": sum(each.mover.predicted_us(share) for each in transfer.rounds),
-        "bound_us": sum(plan.bound_us for plan in transfer.plans),
-        "tasks": sum(len(plan.tasks) for plan in transfer.plans),
+        "bound_us": whole.bound_us,
+        "tasks": sum(len(plan.tasks) for plan in plans),
         "executor": all(each.mover.handle is not None for each in transfer.rounds),
     }
 
@@ -187,7 +196,7 @@ def state_dict_case(case: dict[str, Any]) -> None:
     def facts() -> dict[str, Any]:
         return known(sync._state.transfer) if sync is not None and me == 0 else {}
 
-    report(case["name"], systems, check, case["runs"], facts)
+    report(case, systems, check, facts)
     if sync is not None:
         sync.close()
 
@@ -197,7 +206,7 @@ def _local(tensor: Any) -> Any:
 
 
 def main() -> None:
-    """Cases are [name, shape, source, destination, runs], or a state dict."""
+    """The command line has what is to be measured, and whether ranks go before all other work."""
     cases, urgent = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
@@ -212,7 +221,7 @@ def main() -> None:
         ranks = tuple(sorted({src[1][0], *dst[1]}))
         if ranks not in groups:
             groups[ranks] = dist.new_group(list(ranks))
-        tensor_case(case["name"], tuple(case["shape"]), src, dst, case["runs"], groups[ranks])
+        tensor_case(case, groups[ranks])
     dist.barrier()
     dist.destroy_process_group()
 

@@ -73,14 +73,16 @@ WARMUP, LEAST_TIMED, MOST_TIMED, TIMED_US = 2, 6, 20, 0.6e6
 """Iterations of a trial: two to warm up, and then 0.6 seconds of them, but at least 6 and at most 20."""
 CONFIRM, ROUNDS = 8, 5
 TIMEOUT_S = 60.0
+TCP = "reno"
+"""The congestion control of the hosts: under BBR equal runs differ by a quarter (docs/lab.md)."""
 
 
 def job(case: str, *more: str) -> list[str]:
     """The command that runs a model's script on a lab."""
     name, shape, uplink = CASES[case]
     hosts, ranks = SHAPES[shape]
-    lab = ["lab", "run", "--hosts", str(hosts), "--ranks", str(ranks), "--uplink", uplink, "--"]
-    return [sys.executable, "-m", "stretto", *lab, sys.executable, str(RANK), name, *more]
+    lab = ["lab", "run", "--hosts", str(hosts), "--ranks", str(ranks), "--uplink", uplink, "--tcp", TCP]
+    return [sys.executable, "-m", "stretto", *lab, "--", sys.executable, str(RANK), name, *more]
 
 
 def real(case: str, quick: bool) -> list[Row]:
@@ -183,7 +185,7 @@ def methods(case: str, trials: int, seed: int) -> list[Row]:
     rows: list[Row] = []
     for system, values in rounds.items():
         row: Row = {
-            "case": f"{LABELS[name]} {shape}", "system": system, "iteration_ms": median(values) / 1e3,
+            "case": f"{LABELS[name]} {shape}, seed {seed}", "system": system, "iteration_ms": median(values) / 1e3,
             "least_ms": min(values) / 1e3, "most_ms": max(values) / 1e3, "over_ddp": ratio(rounds["ddp"], values),
             "over_random": ratio(rounds["random"], values),
         }  # fmt: skip
@@ -191,6 +193,22 @@ def methods(case: str, trials: int, seed: int) -> list[Row]:
             row |= {f"best_after_{n}_ms": curves[system][n - 1] / 1e3 for n in (5, 10, trials)}
         rows.append(row)
     return rows
+
+
+def one_row_each(rows: Sequence[Row]) -> list[Row]:
+    """A row for each case: the time of each system, then what the row of the search says beside."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        mine = found.setdefault(row["case"], {"case": row["case"]})
+        mine[row["system"]] = row["iteration_ms"]
+    for row in rows:
+        beside = ("what", "over_ddp", "over_best_ddp", "over_builder", "over_random", "uplink_ms")
+        if row["system"] in ("found", "learned"):
+            found[row["case"]] |= {column: row[column] for column in beside if column in row}
+        for column in row:
+            if column.startswith("best_after"):
+                found[row["case"]][f"{row['system']} {column.removeprefix('best_')}"] = row[column]
+    return list(found.values())
 
 
 def best_builder(
@@ -238,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         trials = QUICK_TRIALS if args.quick else TRIALS
         rows += methods(case, trials, args.seed) if args.methods else real(case, args.quick)
         print(f"{case}: {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
-    finish(rows, args, title="real steps in the lab")
+    finish(one_row_each(rows) if args.markdown else rows, args, title="real steps in the lab")
 
 
 if __name__ == "__main__":

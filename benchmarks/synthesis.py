@@ -9,8 +9,8 @@ arrival (pipelined). `ratio` is time_us / peer_us: at most 1 is at or below the 
 multicasts, in ours only where the cluster's name says so. Its NDv2x2 rows serve only 15 of 16 GPUs, its DGX-2 rows from
 16 MB on leave the switch's alpha out, and its times are rounded up to epochs.
 
-`--only GROUP,GROUP` runs some of: ndv2x1, taccl, teccl, multicast, scale, throughput, torus, alltoall, ablation,
-export.
+`--only GROUP,GROUP` runs some of: ndv2x1, taccl, sketch, teccl, multicast, scale, throughput, torus, alltoall,
+ablation, export.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ from common import Row, cpu_s, run_cases
 
 import stretto as st
 from stretto.collectives import COLLECTIVES, Collective
+from stretto.synthesis import three_stage
 from stretto.synthesis.sketch import Sketch
 from stretto.units import format_bytes
 
 BUDGET_S = 20.0
+SKETCH_BUDGET_S = 240.0
+PAPER_SKETCH = Path(__file__).parents[1] / "tests" / "synthesis" / "data" / "taccl_listing1_dgx2_sk1.json"
 SIZES = (st.KB, 64 * st.KB, st.MB, 16 * st.MB, st.GB)
 TECCL: dict[tuple[str, str], tuple[float, ...]] = {
     ("ndv2_teccl:2", "all_gather"): (4.135, 6.08, 48.75, 700, 43750),
@@ -153,6 +156,25 @@ def taccl(quick: bool) -> list[Row]:
             ("ndv2:2", 16, 16 * st.MB, 945.0), ("dgx2:2", 32, 64 * st.MB, 564.0),
         )
     ]  # fmt: skip
+
+
+def sketched(quick: bool) -> list[Row]:
+    """TACCL's dgx2-sk-1, whose all-gather has 1,984 sends, in both alpha modes, beside bounds on orders of them."""
+    sketch, nbytes, rows = Sketch.load(PAPER_SKETCH), 64 * st.MB, []
+    for alpha in ("pipelined", "blocking"):
+        began, cpu_began = time.perf_counter(), cpu_s()
+        found = three_stage.solve(
+            st.AllGather(32), st.Cluster.load("dgx2:2"), nbytes=nbytes, budget_s=20.0 if quick else SKETCH_BUDGET_S,
+            sketch=sketch, alpha=alpha,
+        )  # fmt: skip
+        rows.append({
+            "case": "all_gather dgx2:2, dgx2-sk-1", "alpha": alpha, "nbytes": nbytes, "time_us": found.time_us,
+            "schedule_bound_us": found.schedule_bound_us, "schedule_gap": found.schedule_gap,
+            "symmetric_bound_us": found.symmetric_bound_us, "sends": found.program.num_transfers, "peer": "taccl",
+            "peer_us": 564.0, "ratio": found.time_us / 564.0, "synth_s": time.perf_counter() - began,
+            "synth_cpu_s": cpu_s() - cpu_began,
+        })  # fmt: skip
+    return rows
 
 
 def teccl(source: str, kind: str, quick: bool) -> list[Row]:
@@ -392,6 +414,7 @@ Case = Callable[[bool], list[Row]]
 CASES: dict[str, Case] = {
     "ndv2x1": ndv2x1,
     "taccl": taccl,
+    "sketch": sketched,
     **{f"teccl {source} {kind}": partial(teccl, source, kind) for source, kind in TECCL},
     "multicast": multicast,
     "scale ndv2:10": partial(scale, "ndv2:10", 10.0, "taccl, published: 480 s"),

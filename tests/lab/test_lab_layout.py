@@ -62,6 +62,7 @@ def test_a_rank_that_does_not_exist_has_no_host(rank: int) -> None:
         ({"hosts": 32, "ranks_per_host": 64}, "^ranks: 32 hosts x 64 are more than 256"),
         ({"order": "random"}, "^order: unknown order 'random'; choose from: host, interleaved"),
         ({"shaper": "netem"}, "^shaper: unknown shaper 'netem'; choose from: tbf, htb"),
+        ({"tcp": "reno; reboot"}, "^tcp: 'reno; reboot' is no name of a congestion control"),
         ({"uplinks": {"eth": "1gbit,2gbit,3gbit"}}, "^uplink eth: has 3 rates; give one for all hosts"),
         ({"uplinks": {"eth": "quick"}}, "^uplink eth: rate 'quick': expected"),
         ({"uplinks": {"lo": "1gbit"}}, "^uplink 'lo': a channel's name"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -171,6 +172,17 @@ def test_every_uplink_is_shaped_in_both_directions(shaper: str) -> None:
         for wrong, message in ((("c", 0, "1gbit"), "unknown channel 'c'"), (("a", 2, "1gbit"), "host: must be 0..1")):
             with pytest.raises(InvalidInput, match=message):
                 lab.reshape(*wrong)
+
+
+def test_hosts_have_the_congestion_control_that_was_asked_for() -> None:
+    own = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+    before = own.read_text()
+    for asked, expected in ((None, before), ("reno", "reno\n")):
+        with Lab(hosts=2, ranks_per_host=1, tcp=asked) as lab:
+            assert lab.run(["cat", str(own)], timeout_s=LIMIT_S).outputs == (expected, expected)
+    with pytest.raises(Infeasible, match="lets hosts choose"), Lab(tcp="nosuch"):
+        pass
+    assert own.read_text() == before
 
 
 def test_two_labs_at_once_have_the_same_addresses_and_do_not_meet() -> None:

@@ -84,8 +84,9 @@ def test_small_routings_are_scheduled_as_an_exhaustive_search_does(alpha: str) -
         rng = np.random.default_rng(seed)
         known = max((schedule(tasks, rng.random(tasks.count)) for _ in range(8)), key=tasks.end_us)
         found = exact_schedule(tasks, known, limit_s=2.0)
-        got = tasks.end_us(known if found is None else found)
+        got = tasks.end_us(known if found.start_us is None else found.start_us)
         right = least_us(tasks, math.inf)
+        assert found.bound_us <= right * (1 + 1e-9), seed
         assert right * (1 - 1e-9) <= got <= right * (1 + 1e-3), seed
         assert schedule_bound_us(tasks) <= schedule_bound_us(tasks, merged=1) <= right * (1 + 1e-9), seed
     assert tried >= 10
@@ -116,7 +117,7 @@ def test_sends_that_rotations_make_equal_are_planned_as_one(alpha: str) -> None:
     folded, group = merged_by_symmetry(tasks)
     known = schedule(tasks, -tasks.remaining_us)
     found = exact_schedule(tasks, known, limit_s=1.0)
-    start = schedule(folded, -folded.remaining_us)[group] if found is None else found
+    start = schedule(folded, -folded.remaining_us)[group] if found.start_us is None else found.start_us
     busy: dict[int, list[tuple[float, float]]] = {}
     for t, links in enumerate(tasks.busy):
         before = tasks.before[t]

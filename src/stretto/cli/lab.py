@@ -41,6 +41,9 @@ def run(
         typer.Option(metavar="[NAME=]RATE[,RATE]", help="A channel and its rate per host, each way; may be repeated."),
     ] = None,
     shaper: Annotated[str, typer.Option(metavar="tbf|htb", help="What shapes the uplinks.")] = "tbf",
+    tcp: Annotated[
+        str | None, typer.Option(metavar="reno|cubic|bbr", help="TCP's congestion control; default: the machine's own.")
+    ] = None,
     env: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Set for all ranks; may be repeated.")
     ] = None,
@@ -76,7 +79,7 @@ def run(
     variables = _pairs("--env", env or [])
     uplinks = _uplinks(uplink or [])
     try:
-        lab = Lab(hosts=hosts, ranks_per_host=ranks, uplinks=uplinks, order=order, shaper=shaper)
+        lab = Lab(hosts=hosts, ranks_per_host=ranks, uplinks=uplinks, order=order, shaper=shaper, tcp=tcp)
     except InvalidInput as error:
         raise InvalidInput(f"--{error}") from None
     if shutil.which(command[0]) is None:

@@ -102,6 +102,7 @@ class LabLayout:
     order: str
     shaper: str
     channels: tuple[LabChannel, ...]
+    tcp: str = ""
 
     @classmethod
     def of(
@@ -112,6 +113,7 @@ class LabLayout:
         uplinks: Mapping[str, str] | None = None,
         order: str = "host",
         shaper: str = "tbf",
+        tcp: str | None = None,
     ) -> LabLayout:
         """A checked layout.
 
@@ -122,6 +124,7 @@ class LabLayout:
                 None: one channel ``eth`` of 1 Gbit/s.
             order: one of `ORDERS`: ``host`` fills host after host, ``interleaved`` deals ranks round robin.
             shaper: one of `SHAPERS`.
+            tcp: the congestion control of the hosts, as ``reno``; None leaves the machine's own.
 
         Returns:
             The layout, with every rate in bits per second.
@@ -137,11 +140,16 @@ class LabLayout:
         for what, name, choices in (("order", order, ORDERS), ("shaper", shaper, SHAPERS)):
             if name not in choices:
                 raise InvalidInput(f"{what}: {unknown(what, name, choices)}")
+        if tcp is not None and not re.fullmatch("[a-z][a-z0-9_]{0,14}", tcp):
+            raise InvalidInput(f"tcp: {tcp!r} is no name of a congestion control, such as reno, cubic or bbr")
         wanted = dict(uplinks or DEFAULT_UPLINKS)
         if len(wanted) > MAX_CHANNELS:
             raise InvalidInput(f"uplink: at most {MAX_CHANNELS} channels, not {len(wanted)}")
         channels = (_channel(name, at, rates, hosts) for at, (name, rates) in enumerate(wanted.items()))
-        return cls(hosts=hosts, ranks_per_host=ranks_per_host, order=order, shaper=shaper, channels=tuple(channels))
+        return cls(
+            hosts=hosts, ranks_per_host=ranks_per_host, order=order, shaper=shaper, channels=tuple(channels),
+            tcp=tcp or "",
+        )  # fmt: skip
 
     @property
     def world_size(self) -> int:
@@ -222,7 +230,8 @@ class LabLayout:
         """Hosts, ranks, order, rates and shaper in one line of text."""
         rates = (f"{c.name}={','.join(map(format_rate, _short(c.bits_per_s)))}" for c in self.channels)
         order = "host order" if self.order == "host" else self.order
-        return f"{self.hosts} hosts x {self.ranks_per_host} ranks, {order}, {' '.join(rates)} ({self.shaper})"
+        how = f"{self.shaper}, TCP {self.tcp}" if self.tcp else self.shaper
+        return f"{self.hosts} hosts x {self.ranks_per_host} ranks, {order}, {' '.join(rates)} ({how})"
 
     def __repr__(self) -> str:
         return f"<Layout {self.summary}>"

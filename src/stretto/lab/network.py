@@ -53,6 +53,10 @@ printf '%s' "$2" > /dev/shm/hosts
 mount --bind /dev/shm/hosts /etc/hosts
 rm /dev/shm/hosts
 if [ -e /proc/sys/net/ipv6/conf/all/disable_ipv6 ]; then echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6; fi
+if [ -n "$3" ] && ! { echo "$3" > /proc/sys/net/ipv4/tcp_congestion_control; } 2> /dev/null; then
+  echo "the kernel lets hosts choose $(cat /proc/sys/net/ipv4/tcp_allowed_congestion_control), not TCP $3"
+  exit 1
+fi
 """
 KEEP = """
 echo ready
@@ -148,7 +152,8 @@ class LabNetwork:
         into = [tool("nsenter"), f"--target={switch.pid}", "--user", "--preserve-credentials"] if self._rootless else []
         apart = [*into, tool("unshare"), "--net", "--mount", "--uts", "--ipc"]
         hosts = [
-            self._keep(f"h{host}", apart, HOST + KEEP, f"h{host}", layout.names_file()) for host in range(layout.hosts)
+            self._keep(f"h{host}", apart, HOST + KEEP, f"h{host}", layout.names_file(), layout.tcp)
+            for host in range(layout.hosts)
         ]
         self._batch(switch, "ip", _switch_links(layout, [host.pid for host in hosts]))
         ports = [(c, at, _port(c, at)) for c in layout.channels for at in range(layout.hosts)]

@@ -13,8 +13,9 @@ from __future__ import annotations
 import heapq
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,11 @@ CLOSE = 1 + 1e-4
 """The ratio to the bound at which a schedule is good enough."""
 MAX_TURNS = 1 << 20
 STEPS = 1 << 20
-"""Times are counted in this many steps of the known plan."""
+"""Times are counted in this many steps of the known plan where no longer unit of time fits."""
+MAX_PARTS = 400
+"""The most units that the commonest send may last."""
+LATER = 1e-3
+"""The share of a plan's time that rounding to units may add to a chain of sends, or to a link that is never idle."""
 
 Job = tuple[float, float, float]
 """A send on one link: when it can begin there, how long it takes, and what follows before its chunk's last arrival."""
@@ -140,10 +145,18 @@ def _seen(tasks: SendTasks, t: int, group: list[int], stand_in: dict[int, int]) 
     return group[before] if before >= 0 else -1, tuple((stand_in[link], us) for link, us in tasks.busy[t])
 
 
-def exact_schedule(
-    tasks: SendTasks, start_us: NDArray[np.float64], *, limit_s: float, seed: int = 0
-) -> NDArray[np.float64] | None:
-    """Start times of single sends: the fastest schedule that a walk over orders and then CP-SAT find from a given one.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExactSchedule:
+    """The schedule that was found from a given one, and what was proved."""
+
+    start_us: NDArray[np.float64] | None
+    """Start times in microseconds; None for too many classes, or where nothing faster than the given ones was found."""
+    bound_us: float
+    """No schedule of single sends is faster in which sends that rotations map onto one another start together."""
+
+
+def exact_schedule(tasks: SendTasks, start_us: NDArray[np.float64], *, limit_s: float, seed: int = 0) -> ExactSchedule:
+    """The fastest schedule of single sends that a walk over orders and then CP-SAT find from a given one.
 
     Args:
         tasks: The sends.
@@ -152,14 +165,14 @@ def exact_schedule(
         seed: The seed of the searches.
 
     Returns:
-        Start times in microseconds; None for too many classes, or where nothing faster was found.
+        Start times, where they are better than the given ones, and a bound.
     """
     folded, group = merged_by_symmetry(tasks)
     known_us = tasks.end_us(start_us)
-    if not 1 < folded.count <= MAX_CLASSES or known_us <= 0:
-        return None
-    first = [group.index(k) for k in range(folded.count)]
     bound_us = schedule_bound_us(tasks, merged=1)
+    if not 1 < folded.count <= MAX_CLASSES or known_us <= 0:
+        return ExactSchedule(start_us=None, bound_us=bound_us)
+    first = [group.index(k) for k in range(folded.count)]
     end = time.monotonic() + limit_s
     # By symmetry a plan of all sends need not be one of the classes: its order is, and is planned again.
     start = min(
@@ -169,9 +182,10 @@ def exact_schedule(
     start = _walked(folded, start, until=end - limit_s / 2, seed=seed, bound_us=bound_us)
     left_s = end - time.monotonic()
     if cp_sat.available() and left_s > 0 and folded.end_us(start) > bound_us * CLOSE:
-        start = _solved(folded, start, limit_s=left_s, seed=seed, bound_us=bound_us)
+        start, bound_us = _solved(folded, start, limit_s=left_s, seed=seed, bound_us=bound_us)
     found: NDArray[np.float64] = start[group]
-    return found if folded.end_us(start) < known_us * (1 - 1e-9) else None
+    faster = folded.end_us(start) < known_us * (1 - 1e-9)
+    return ExactSchedule(start_us=found if faster else None, bound_us=bound_us)
 
 
 def _walked(
@@ -204,38 +218,78 @@ def _walked(
 
 def _solved(
     tasks: SendTasks, start: NDArray[np.float64], *, limit_s: float, seed: int, bound_us: float
-) -> NDArray[np.float64]:
-    """The schedule that CP-SAT finds from a known one."""
-    step = tasks.end_us(start) / STEPS
+) -> tuple[NDArray[np.float64], float]:
+    """The schedule that CP-SAT finds from a known one, and the larger of its bound and the given one."""
+    unit = _unit_us(tasks, tasks.end_us(start))
+    long, late_us = _rounded(tasks, unit)
+    hint = schedule(long, start)
     count = tasks.count
-
-    def steps(us: float) -> int:
-        return math.ceil(us / step - 1e-6)
-
+    most = round(max(long.end_us(hint), tasks.end_us(start) + late_us) / unit) + 1
     rows: list[tuple[int, None, list[int], list[int]]] = []
     served: dict[int, list[tuple[int, int]]] = {}
-    for t, b in enumerate(tasks.before):
-        rows.append((steps(tasks.us[t]), None, [count, t], [1, -1]))
+    for t, b in enumerate(long.before):
+        rows.append((round(long.us[t] / unit), None, [count, t], [1, -1]))
         if b >= 0:
-            rows.append((steps(tasks.us[b]), None, [t, b], [1, -1]))
-        for link, us in tasks.busy[t]:
-            served.setdefault(link, []).append((t, steps(us)))
-    horizon = STEPS + 2 * count  # Every time is rounded up, so that the known schedule may take a little longer.
-    _, values, _ = cp_sat.minimize(
+            rows.append((round(long.us[b] / unit), None, [t, b], [1, -1]))
+        for link, us in long.busy[t]:
+            served.setdefault(link, []).append((t, round(us / unit)))
+    _, values, proved = cp_sat.minimize(
         {
-            "lower": [0] * count + [math.floor(bound_us / step)],
-            "upper": [horizon] * (count + 1),
+            "lower": [0] * count + [math.floor(bound_us / unit)],
+            "upper": [most] * (count + 1),
             "cost": [0] * count + [1],
             "rows": rows,
             "disjoint": [sends for sends in served.values() if len(sends) > 1],
-            "hint": [*map(steps, start.tolist()), STEPS],
+            "hint": [round(us / unit) for us in (*hint.tolist(), long.end_us(hint))],
             "gap": CLOSE - 1,
             "seed": seed,
             "workers": 1 if count <= FEW_CLASSES else WORKERS,
         },
         limit_s=limit_s,
     )
+    # What makes a schedule in whole units longer is the rounding of the sends on its longest path.
+    bound_us = max(bound_us, (proved - count * 1e-6) * unit - late_us)
     if values is None:
-        return start
-    found = np.array(values[:count]) * step
-    return min(start, found, justify(tasks, found), key=tasks.end_us)
+        return start, bound_us
+    found = np.array(values[:count]) * unit
+    return min(start, found, justify(tasks, found), key=tasks.end_us), bound_us
+
+
+def _unit_us(tasks: SendTasks, end_us: float) -> float:
+    """A unit of time in which sends last whole numbers or nearly so; CP-SAT finds more where these are small.
+
+    It is a part of the commonest send, the longest by which no chain of sends and no busy link becomes much longer.
+    """
+    common = Counter(us for links in tasks.busy for _, us in links).most_common(1)[0][0]
+    load: Counter[int] = Counter()
+    for links in tasks.busy:
+        load.update(dict(links))
+    for parts in range(1, MAX_PARTS + 1):
+        unit = common / parts
+        long, _ = _rounded(tasks, unit)
+        chain = [0.0] * tasks.count
+        for t in np.argsort(tasks.traveled_us, kind="stable").tolist():
+            before = tasks.before[t]
+            chain[t] = long.us[t] - tasks.us[t] + (chain[before] if before >= 0 else 0.0)
+        longer: Counter[int] = Counter()
+        for links in long.busy:
+            longer.update(dict(links))
+        idle = ((max(end_us - us, 0.0) / 2, longer[link] - us) for link, us in load.items())
+        if max(chain) <= LATER * end_us and all(late <= max(LATER * end_us, half) for half, late in idle):
+            return unit
+    return end_us / STEPS
+
+
+def _rounded(tasks: SendTasks, unit: float) -> tuple[SendTasks, float]:
+    """The sends with all times rounded up to whole units, and by how much longer they are together."""
+
+    def up(us: float) -> float:
+        return math.ceil(us / unit - 1e-6) * unit
+
+    busy = [[(link, up(us)) for link, us in links] for links in tasks.busy]
+    us = [up(each) for each in tasks.us]
+    late = sum(
+        max([long - own, *(a - b for (_, a), (_, b) in zip(after, links, strict=True))])
+        for long, own, after, links in zip(us, tasks.us, busy, tasks.busy, strict=True)
+    )
+    return replace(tasks, us=us, busy=busy), max(late, 0.0)

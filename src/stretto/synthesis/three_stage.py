@@ -96,6 +96,9 @@ class SketchResult:
     time_us: float
     schedule_bound_us: float
     """No order of the program's sends, merged or not, is faster; 0 where links are shared, so that none was proved."""
+    symmetric_bound_us: float = 0.0
+    """No order of the program's single sends is faster in which those that the sketch's rotations map onto one another
+    start together; 0 where links are shared, or where the routing has no such order."""
 
     @property
     def schedule_gap(self) -> float:
@@ -232,9 +235,11 @@ def _schedule_exactly(judge: _Judge, routings: Sequence[Routing], clock: _Clock,
             else schedule(tasks, priorities(tasks, next(iter(VARIANTS))))
         )
         found = exact_schedule(tasks, known, limit_s=limit_s, seed=seed)
-        if found is not None:
-            judge.see(MessageSchedule.single(tasks, found))
-        tell(f"exact scheduling: {judge.best_us:.6g} us, single sends of this routing take {bound_us:.6g} us", 0.75)
+        if found.start_us is not None:
+            judge.see(MessageSchedule.single(tasks, found.start_us))
+        judge.symmetric_bounds_us[tasks.routing] = found.bound_us
+        what = f"single sends of this routing take {bound_us:.6g} us, {found.bound_us:.6g} if images start together"
+        tell(f"exact scheduling: {judge.best_us:.6g} us, {what}", 0.75)
 
 
 def _rated(problem: RoutingProblem) -> Callable[[Routing], float]:
@@ -253,6 +258,7 @@ class _Judge:
     def __init__(self, problem: RoutingProblem, name: str, nbytes: float, alpha: str) -> None:
         self.problem, self.name, self.nbytes, self.alpha = problem, name, nbytes, alpha
         self.best_us = math.inf
+        self.symmetric_bounds_us: dict[Routing, float] = {}
 
     def see(self, plan: MessageSchedule) -> float:
         """The simulated time of a plan, the better of as it is and with its sends paced by arrivals."""
@@ -272,8 +278,12 @@ class _Judge:
         """The best program, verified, with the bound on its schedule where links serve one message at a time."""
         self.program.verify()
         fifo = default_contention(self.cluster) == "fifo"
-        bound_us = schedule_bound_us(self.plan.tasks) if fifo else 0.0
-        return SketchResult(program=self.program, time_us=self.best_us, schedule_bound_us=bound_us)
+        return SketchResult(
+            program=self.program,
+            time_us=self.best_us,
+            schedule_bound_us=schedule_bound_us(self.plan.tasks) if fifo else 0.0,
+            symmetric_bound_us=self.symmetric_bounds_us.get(self.plan.tasks.routing, 0.0) if fifo else 0.0,
+        )
 
     @property
     def cluster(self) -> Cluster:
