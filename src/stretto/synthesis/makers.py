@@ -18,6 +18,7 @@ from ..collectives import COLLECTIVES, ROOTED
 from ..errors import Infeasible, InvalidInput, StrettoError, unknown
 from ..files import convert
 from ..programs import Program, SymmetricProgram
+from ..programs.formats.msccl_rules import MAX_STEPS
 from . import (
     compose,
     exact,
@@ -67,6 +68,8 @@ MAX_LIBRARY_MOVES = 1 << 21
 """The most chunks that one library program may move: beyond it, more pieces cost more than they can win."""
 MAX_LOWERED_TRANSFERS = 20_000
 """The most transfers of tree pairs for a file format: runtimes limit the instructions of a rank."""
+FILE_STEPS = (16, 32, 64, 128, MAX_STEPS)
+"""The most messages from one rank to another in pairs of trees for files."""
 ONE_SHOT = {"algorithm": "direct", "steps": 1}
 """The all-reduce in which everybody sends everything to everybody: one latency instead of two."""
 
@@ -264,6 +267,16 @@ def _tree_pairs(request: MakerRequest) -> Program:
     return tree_pairs.synthesize(request.collective, request.cluster, **request.shared, **options)
 
 
+def _as_long_as_files(problem: SynthesisProblem) -> list[tuple[str, dict[str, Any]]]:
+    """Where streams are wanted, one call for each of some lengths: those of the fastest program need not be the best.
+
+    Two messages at most are under way on a connection of a runtime, so that small ones leave links idle.
+    """
+    if not problem.lower:
+        return one_variant(problem)
+    return [(f"steps={steps}", {"max_steps": steps}) for steps in FILE_STEPS]
+
+
 def _steiner(request: MakerRequest) -> Program:
     helpers = request.problem.helpers
     return steiner.synthesize(request.collective, request.cluster, helpers=helpers, **request.shared, **request.options)
@@ -368,7 +381,8 @@ register_maker(
         collectives=("all_reduce",),
         weight=6.0,
         max_ranks=128,
-        options={"max_transfers": Count},
+        variants=_as_long_as_files,
+        options={"max_transfers": Count, "max_steps": Count},
     )
 )
 register_maker(
