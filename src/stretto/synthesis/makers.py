@@ -39,6 +39,7 @@ from .explorer import sketch_variants
 from .forest_trees import MAX_PAIRS
 from .lowering import fits_files
 from .maker import Maker, MakerRequest, SearchMaker, one_variant
+from .near_ring import near_order
 from .plan_search import direct_fills_links
 from .problem import MAX_WIDE, MakerTask, Progress, SynthesisProblem
 
@@ -206,9 +207,10 @@ def _opposed(problem: SynthesisProblem) -> dict[str, Any]:
     """
     ranks = problem.collective.ranks
     orders = fast_orders(problem.cluster, ranks)
-    if orders is None:
+    near = near_order(problem.cluster, ranks, problem.nbytes / len(ranks)) if orders is None else orders[0]
+    if near is None:
         return {"strides": (1, len(ranks) - 1), "chunks": 2}
-    return {"order": (orders[0], orders[0][::-1]), "chunks": 2}
+    return {"order": (near, near[::-1]), "chunks": 2}
 
 
 def _compose(request: MakerRequest) -> Program:
