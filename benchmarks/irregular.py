@@ -158,7 +158,7 @@ def topologies(seed: int) -> Iterator[st.Cluster]:
     yield line(8)
 
 
-def row(kind: str, topology: st.Cluster, nbytes: float, budget_s: float, before: bool, lower: str | None) -> Row:
+def row(kind: str, topology: st.Cluster, nbytes: float, budget_s: float, before: bool, lower: str | bool) -> Row:
     collective = COLLECTIVES[kind](topology.num_devices)
     began, cpu_began = time.perf_counter(), cpu_s()
     found = st.synthesize(collective, topology, nbytes, budget_s=budget_s, cache=False, lower=lower)
@@ -257,7 +257,7 @@ def main() -> None:
         for kind in given.collectives.split(","):
             for size in given.bytes.split(","):
                 budget_s = 2.0 if given.quick else given.budget
-                rows.append(row(kind, topology, parse_bytes(size), budget_s, given.before, given.lower))
+                rows.append(row(kind, topology, parse_bytes(size), budget_s, given.before, given.lower or False))
                 last = rows[-1]
                 if last["gap"] > 0.05:
                     last["argument"] = argument(kind, topology, last["nbytes"])
