@@ -342,7 +342,7 @@ _EVERYTHING = tuple(COLLECTIVES)
 
 register_maker(Library())
 register_maker(SymmetricMaker())
-register_maker(SearchMaker(name="exchange", make=_exchange, collectives=("all_reduce",), weight=1.0, max_ranks=64))
+register_maker(SearchMaker(name="exchange", make=_exchange, collectives=("all_reduce",), weight=2.0, max_ranks=64))
 # Makers are asked in this order; where time is short, those behind the first ones are not.
 register_maker(
     SearchMaker(
@@ -360,7 +360,7 @@ register_maker(
         name=TIMED,
         make=_timetable,
         collectives=_GATHERING,
-        weight=12.0,
+        weight=24.0,
         max_ranks=FEW_PAIRED,
         variants=_on_direct_links,
     )
@@ -381,7 +381,7 @@ register_maker(
         name=PAIRED,
         make=_tree_pairs,
         collectives=("all_reduce",),
-        weight=6.0,
+        weight=12.0,
         max_ranks=128,
         variants=_as_long_as_files,
         options={"max_transfers": Count, "max_steps": Count},
