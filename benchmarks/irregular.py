@@ -4,7 +4,9 @@
 Families: random digraphs, stars with unequal ports, hosts with unequal NICs, tori with missing links, rails with and
 without a spine, dragonflies, rings of rings, lines. `--seed` draws others, so that anyone can check cases that nobody
 has tuned for. `gap` is time over bound, less one; `before` asks all makers but tree_pairs, for comparison. Cases above
-5 % have an `argument`: what a linear program over trees, which shares no code with the bound, says of them.
+5 % have an `argument`: what a linear program over trees, which shares no code with the bound, says of them. With
+`--lower` files are searched: `over_program` is the time of the instruction streams over that of their own program,
+`over_fastest` over that of the fastest program of the search.
 """
 
 from __future__ import annotations
@@ -156,10 +158,10 @@ def topologies(seed: int) -> Iterator[st.Cluster]:
     yield line(8)
 
 
-def row(kind: str, topology: st.Cluster, nbytes: float, budget_s: float, before: bool) -> Row:
+def row(kind: str, topology: st.Cluster, nbytes: float, budget_s: float, before: bool, lower: str | bool) -> Row:
     collective = COLLECTIVES[kind](topology.num_devices)
     began, cpu_began = time.perf_counter(), cpu_s()
-    found = st.synthesize(collective, topology, nbytes, budget_s=budget_s, cache=False)
+    found = st.synthesize(collective, topology, nbytes, budget_s=budget_s, cache=False, lower=lower)
     made: Row = {
         "case": topology.name,
         "system": "stretto",
@@ -173,6 +175,11 @@ def row(kind: str, topology: st.Cluster, nbytes: float, budget_s: float, before:
         "synth_s": time.perf_counter() - began,
         "synth_cpu_s": cpu_s() - cpu_began,
     }
+    if found.lowering is not None:
+        best = min(one.time_us for one in found.candidates if one.time_us is not None)
+        made["lowered_us"] = found.lowering.time_us
+        made["over_program"] = found.lowering.time_us / found.time_us
+        made["over_fastest"] = found.lowering.time_us / best
     if before:
         from stretto.synthesis.makers import makers
 
@@ -220,6 +227,9 @@ def summary(rows: list[Row]) -> list[Row]:
             "nbytes": nbytes, "gap": statistics.median(gaps), "worst_gap": max(gaps),
             "above_5_percent": sum(gap > 0.05 for gap in gaps),
         })  # fmt: skip
+        for over in ("over_program", "over_fastest"):
+            if over in worst:
+                lines[-1][over] = max(one[over] for one in members)
     return lines
 
 
@@ -230,6 +240,7 @@ def main() -> None:
     parser.add_argument("--bytes", default="256M,1M", help="separated by commas")
     parser.add_argument("--budget", type=float, default=20.0, help="seconds for each search")
     parser.add_argument("--before", action="store_true", help="also without tree_pairs")
+    parser.add_argument("--lower", choices=["msccl", "mscclpp"], help="search for files: also the time of the streams")
     parser.add_argument("--cpu", action="store_true", help="the budget counts CPU seconds: for a busy machine")
     parser.add_argument("--only", default="", help="only topologies whose names hold one of these, separated by commas")
     parser.add_argument("--brief", action="store_true", help="of single cases only those above 5 %%")
@@ -246,7 +257,7 @@ def main() -> None:
         for kind in given.collectives.split(","):
             for size in given.bytes.split(","):
                 budget_s = 2.0 if given.quick else given.budget
-                rows.append(row(kind, topology, parse_bytes(size), budget_s, given.before))
+                rows.append(row(kind, topology, parse_bytes(size), budget_s, given.before, given.lower or False))
                 last = rows[-1]
                 if last["gap"] > 0.05:
                     last["argument"] = argument(kind, topology, last["nbytes"])

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
+import stretto as st
 from stretto import Cluster, InvalidInput
 from stretto.cli.cluster import app
 from stretto.cluster.presets import presets
@@ -56,6 +57,17 @@ def test_check_refuses_devices_that_cannot_reach_each_other(tmp_path: Path) -> N
     )
     with pytest.raises(InvalidInput, match="links: no route from d0 to d2"):
         run("check", str(path))
+
+
+def test_check_accepts_direct_links_over_which_synth_finds_a_program(tmp_path: Path) -> None:
+    path = tmp_path / "line.yaml"
+    path.write_text(
+        "stretto: cluster\nversion: 1\nname: line\nnodes: [{kind: device, names: 'd[0..2]'}]\n"
+        "links: [{gb_per_s: 1, alpha_us: 1, between: [[d0, d1], [d1, d2]]}]\n"
+    )
+    assert "3 devices" in run("check", str(path))
+    found = st.synthesize(st.AllGather(3), Cluster.load(path), 1e3, budget_s=0.3, cache=False, makers=["greedy"])
+    assert found.certificate.gap >= 0
 
 
 def test_convert_keeps_everything(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ SAMPLES: dict[str, dict[str, tuple[str, Any]]] = {
     "greedy": {"pieces": ("8", [8]), "symmetric": ("true", True)},
     "repair": {"max_transfers": ("500", 500)},
     "steiner": {"max_transfers": ("500", 500)},
-    "tree_pairs": {"max_transfers": ("500", 500)},
+    "tree_pairs": {"max_transfers": ("500", 500), "max_steps": ("64", 64)},
     "three_stage": {"solver": ("highs", "highs"), "solutions": ("2", 2), "detour": ("0.25", 0.25)},
 }  # fmt: skip
 """A value for every option of every maker, as a command line and as Python gives it."""

@@ -467,6 +467,17 @@ def test_programs_that_do_not_fit_the_runtimes_give_way_to_those_that_do() -> No
     assert int(np.diff(fits.lowering.lowered.tb_ptr).max()) <= 256
 
 
+def test_streams_of_pairs_of_trees_are_cut_as_coarsely_as_files_need() -> None:
+    nodes = [st.Node(name=f"d{k}") for k in range(8)]
+    ends = [pair for k in range(7) for pair in ((k, k + 1), (k + 1, k))]
+    line = st.Cluster.build(
+        "line", nodes=nodes, links=[st.Link(src=a, dst=b, gb_per_s=30, alpha_us=0.8) for a, b in ends]
+    )
+    found = synthesize(st.AllReduce(8), line, 1e6, makers=["tree_pairs"], lower=True, cache=False, budget_s=60.0)
+    assert found.lowering is not None
+    assert found.lowering.time_us < 1.05 * min(one.time_us for one in found.candidates if one.time_us is not None)
+
+
 def test_a_lowered_result_comes_back_from_the_cache(ring: st.Cluster) -> None:
     first = synthesize(st.AllGather(4), ring, st.MB, makers=["library:ring"], lower=True)
     again = synthesize(st.AllGather(4), ring, st.MB, makers=["library:ring"], lower=True)

@@ -29,6 +29,8 @@ LOWERED_WELL = 1.05
 """The factor by which instruction streams may be slower than their program for the search to end with it."""
 HOPELESS = 2.0
 """The factor by which a program may be slower than the fastest and is still lowered."""
+BEATEN = 1.25
+"""The factor by which it may be slower than the fastest streams so far: several instances cut its messages finer."""
 
 
 def search_lowering(
@@ -42,8 +44,9 @@ def search_lowering(
 
     Where the runtime runs fused steps, programs are timed as these (`step_search`). Where it takes plans of wide steps,
     the fastest of these is returned (`plan_search`), and there are streams only where no plan fits. Otherwise the
-    programs of every maker are lowered, from coarse to fine, until one does not fit; then the number of instances of
-    whatever is fastest is doubled for as long as that helps. Streams that no
+    programs of every maker are lowered, from coarse to fine, until one does not fit, those of the makers with the
+    fastest programs first; then the number of instances of whatever is fastest is doubled for as long as that helps.
+    Programs far slower than the fastest streams so far are skipped. Streams that no
     runtime of the wanted format accepts (too many channels, threadblocks or steps) are left out.
 
     Args:
@@ -67,12 +70,13 @@ def search_lowering(
             return made, plan
     for group in _by_maker(programs, HOPELESS if problem.runtime is None else inf):
         for made in group:
-            if search.over() or not search.lower(made, 1):
+            if not search.beaten(made) and (search.over() or not search.lower(made, 1)):
                 break
     while search.growing and not search.over():
         took, at = min((growing[0], at) for at, growing in enumerate(search.growing))
         _, made, instances = search.growing.pop(at)
-        search.lower(made, 2 * instances, better_than=took * WORTHWHILE)
+        if not search.beaten(made):
+            search.lower(made, 2 * instances, better_than=took * WORTHWHILE)
     if search.best is None:
         first = search.tried[0]
         raise Infeasible(
@@ -99,6 +103,11 @@ class _Search:
     def over(self) -> bool:
         """Whether the time is spent; the search never ends before it has found a lowering."""
         return self.best is not None and time.monotonic() > self.deadline
+
+    def beaten(self, made: ProvedProgram) -> bool:
+        """Whether a program is so much slower than the fastest streams that its own can hardly be faster."""
+        priced = self.problem.runtime is not None
+        return self.best is not None and not priced and made.time_us > BEATEN * self.best[1].time_us
 
     def lower(self, made: ProvedProgram, instances: int, *, depth: int = 2, better_than: float = float("inf")) -> bool:
         """Lower one program in one way and keep the best; False where it does not fit.
@@ -143,12 +152,14 @@ def lowers_well(made: ProvedProgram, problem: SynthesisProblem) -> bool:
 
 
 def _by_maker(programs: Sequence[ProvedProgram], hopeless: float) -> list[list[ProvedProgram]]:
-    """The programs of every maker that are not hopelessly slow, coarse ones first; makers of small programs first."""
+    """The programs of every maker that are not hopelessly slow, coarse ones first; makers of fast programs first."""
     groups: dict[str, list[ProvedProgram]] = {}
     for made in sorted(programs, key=lambda made: len(made.program.chunk)):
         if made.time_us <= hopeless * programs[0].time_us:
             groups.setdefault(made.maker, []).append(made)
-    return sorted(groups.values(), key=lambda group: len(group[-1].program.chunk))
+    if hopeless == inf:  # instructions have a price, so few of them come first
+        return sorted(groups.values(), key=lambda group: len(group[-1].program.chunk))
+    return sorted(groups.values(), key=lambda group: min(made.time_us for made in group))
 
 
 def fits_files(program: Program, problem: SynthesisProblem) -> bool:

@@ -18,6 +18,7 @@ from ..collectives import COLLECTIVES, ROOTED
 from ..errors import Infeasible, InvalidInput, StrettoError, unknown
 from ..files import convert
 from ..programs import Program, SymmetricProgram
+from ..programs.formats.msccl_rules import MAX_STEPS
 from . import (
     compose,
     exact,
@@ -38,6 +39,7 @@ from .explorer import sketch_variants
 from .forest_trees import MAX_PAIRS
 from .lowering import fits_files
 from .maker import Maker, MakerRequest, SearchMaker, one_variant
+from .near_ring import near_order
 from .plan_search import direct_fills_links
 from .problem import MAX_WIDE, MakerTask, Progress, SynthesisProblem
 
@@ -67,6 +69,8 @@ MAX_LIBRARY_MOVES = 1 << 21
 """The most chunks that one library program may move: beyond it, more pieces cost more than they can win."""
 MAX_LOWERED_TRANSFERS = 20_000
 """The most transfers of tree pairs for a file format: runtimes limit the instructions of a rank."""
+FILE_STEPS = (16, 32, 64, 128, MAX_STEPS)
+"""The most messages from one rank to another in pairs of trees for files."""
 ONE_SHOT = {"algorithm": "direct", "steps": 1}
 """The all-reduce in which everybody sends everything to everybody: one latency instead of two."""
 
@@ -203,9 +207,10 @@ def _opposed(problem: SynthesisProblem) -> dict[str, Any]:
     """
     ranks = problem.collective.ranks
     orders = fast_orders(problem.cluster, ranks)
-    if orders is None:
+    near = near_order(problem.cluster, ranks, problem.nbytes / len(ranks)) if orders is None else orders[0]
+    if near is None:
         return {"strides": (1, len(ranks) - 1), "chunks": 2}
-    return {"order": (orders[0], orders[0][::-1]), "chunks": 2}
+    return {"order": (near, near[::-1]), "chunks": 2}
 
 
 def _compose(request: MakerRequest) -> Program:
@@ -262,6 +267,16 @@ def _tree_pairs(request: MakerRequest) -> Program:
     if request.problem.lower:
         options.setdefault("max_transfers", MAX_LOWERED_TRANSFERS)
     return tree_pairs.synthesize(request.collective, request.cluster, **request.shared, **options)
+
+
+def _as_long_as_files(problem: SynthesisProblem) -> list[tuple[str, dict[str, Any]]]:
+    """Where streams are wanted, one call for each of some lengths: those of the fastest program need not be the best.
+
+    Two messages at most are under way on a connection of a runtime, so that small ones leave links idle.
+    """
+    if not problem.lower:
+        return one_variant(problem)
+    return [(f"steps={steps}", {"max_steps": steps}) for steps in FILE_STEPS]
 
 
 def _steiner(request: MakerRequest) -> Program:
@@ -327,7 +342,7 @@ _EVERYTHING = tuple(COLLECTIVES)
 
 register_maker(Library())
 register_maker(SymmetricMaker())
-register_maker(SearchMaker(name="exchange", make=_exchange, collectives=("all_reduce",), weight=1.0, max_ranks=64))
+register_maker(SearchMaker(name="exchange", make=_exchange, collectives=("all_reduce",), weight=2.0, max_ranks=64))
 # Makers are asked in this order; where time is short, those behind the first ones are not.
 register_maker(
     SearchMaker(
@@ -345,7 +360,7 @@ register_maker(
         name=TIMED,
         make=_timetable,
         collectives=_GATHERING,
-        weight=12.0,
+        weight=24.0,
         max_ranks=FEW_PAIRED,
         variants=_on_direct_links,
     )
@@ -366,9 +381,10 @@ register_maker(
         name=PAIRED,
         make=_tree_pairs,
         collectives=("all_reduce",),
-        weight=6.0,
+        weight=12.0,
         max_ranks=128,
-        options={"max_transfers": Count},
+        variants=_as_long_as_files,
+        options={"max_transfers": Count, "max_steps": Count},
     )
 )
 register_maker(

@@ -10,6 +10,7 @@ network in turn at the rates of their pairs (`piece_search`).
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -43,6 +44,8 @@ DRAWN_PIECES, DRAWN_LEAD, DRAWN_MARGIN = (0.25, 4.0), (2.0, 64.0), (0.5, 1.0, 2.
 """Pieces beside the best number so far, how many may be sent before their turn, and margins, of those."""
 
 Progress = Callable[[str, float], None]
+MostPieces = Callable[[list[TreePair]], float]
+"""Maps pairs of trees to the most pieces that may go along them."""
 
 
 def synthesize(
@@ -55,6 +58,7 @@ def synthesize(
     progress: Progress | None = None,
     alpha: str = "pipelined",
     max_transfers: int = MAX_TRANSFERS,
+    max_steps: int | None = None,
 ) -> Program:
     """An all-reduce along packed pairs of trees, cut into as many pieces as simulation finds best.
 
@@ -67,6 +71,7 @@ def synthesize(
         progress: Called with a line of text and the fraction done, 0..1.
         alpha: "pipelined" or "blocking", as in `simulate`.
         max_transfers: The most transfers of a program with more than one piece.
+        max_steps: About the most messages from one rank to another, for files; no limit where None.
 
     Returns:
         The verified program.
@@ -85,7 +90,7 @@ def synthesize(
     tell(f"{len(packing.pairs)} pairs of trees, {packing.gb_per_s:.4g} GB/s", 0.2)
     _, quickest = quickest_pairs(cluster, collective.ranks, nbytes, packing, until=began + budget_s / 3)
     search = PieceSearch(cluster, nbytes, alpha, began + budget_s * 0.9)
-    most = max_transfers / (2 * (collective.num_ranks - 1))
+    most = partial(_most_pieces, transfers=max_transfers, steps=max_steps)
     _work_ahead(search, collective, packing, quickest, most=most, until=began + WORKING_AHEAD * budget_s)
     # Few pieces along one pair beat many pairs where the size is small.
     ways = [quickest] if len(quickest) == 1 else [quickest, [max(quickest, key=lambda pair: pair.gb_per_s)]]
@@ -94,7 +99,7 @@ def synthesize(
         ways.insert(0, quickest_pairs(cluster, collective.ranks, nbytes, packing, calm=True, until=until)[1])
     for pairs in ways:
         sends = partial(piece_sends, collective, cluster, pairs, nbytes=nbytes)
-        search.climb(sends, first=len(pairs), few=FEW * len(pairs), most=most)
+        search.climb(sends, first=len(pairs), few=FEW * len(pairs), most=most(pairs))
     if _passes_switches(quickest):
         # With latencies that count less there are other shares, which may do better where pieces overlap.
         until, lighter = search.until, WEIGHTS[-1]
@@ -106,7 +111,9 @@ def synthesize(
     return best[1]
 
 
-def _draw(search: PieceSearch, collective: Collective, ways: list[list[TreePair]], *, most: float, seed: int) -> None:
+def _draw(
+    search: PieceSearch, collective: Collective, ways: list[list[TreePair]], *, most: MostPieces, seed: int
+) -> None:
     """Draw numbers of pieces and ways to pace them around the best, since both have many local optima on switches."""
     draw = np.random.default_rng(seed)
     center = min(search.finest, key=lambda pieces: search.finest[pieces][0])
@@ -115,7 +122,7 @@ def _draw(search: PieceSearch, collective: Collective, ways: list[list[TreePair]
         if time.monotonic() > search.until or idle > IDLE:
             return
         pairs = ways[int(draw.integers(len(ways)))]
-        pieces = max(len(pairs), int(min(center * np.exp(draw.uniform(*np.log(DRAWN_PIECES))), most)))
+        pieces = max(len(pairs), int(min(center * np.exp(draw.uniform(*np.log(DRAWN_PIECES))), most(pairs))))
         lead, margin = float(np.exp(draw.uniform(*np.log(DRAWN_LEAD)))), float(draw.choice(DRAWN_MARGIN))
         assert search.best is not None
         before = search.best[0]
@@ -129,7 +136,7 @@ def _work_ahead(
     packing: TreePairPacking,
     quickest: list[TreePair],
     *,
-    most: float,
+    most: MostPieces,
     until: float,
 ) -> None:
     """Try sends by their urgency, along the quickest pairs and along those for which latency counts less.
@@ -146,7 +153,7 @@ def _work_ahead(
     # All weights with few transfers first, then more of them with the weight that was best.
     weights, pairs, reached = list(WEIGHTS), {1.0: quickest}, np.inf
     for transfers in WORK_AHEAD:
-        pieces = int(min(transfers / (2 * (len(ranks) - 1)), most))
+        pieces = int(min(transfers / (2 * (len(ranks) - 1)), most(pairs[weights[0]])))
         if pieces < FEWEST * len(pairs[weights[0]]):
             continue
         times: dict[float, float] = {}
@@ -159,9 +166,24 @@ def _work_ahead(
                 sends = piece_sends(collective, cluster, pairs[weight], pieces, nbytes=nbytes)
                 times[weight] = search.justify(sends, shakes=SHAKES)
         best = min(times, key=lambda weight: times[weight])
-        if times[best] > reached * (1 - WORTH_IT) or pieces == int(most):
+        if times[best] > reached * (1 - WORTH_IT) or pieces == int(most(pairs[best])):
             return
         reached, weights = times[best], [best]
+
+
+def _most_pieces(pairs: list[TreePair], *, transfers: int, steps: int | None) -> float:
+    """The most pieces with which there are about so many transfers, and messages from one rank to another."""
+    most = transfers / (2 * (len(pairs[0].gather) - 1))
+    if steps is None:
+        return most
+    rates = np.array([pair.gb_per_s for pair in pairs]) if len(pairs) > 1 else np.ones(1)
+    messages: Counter[tuple[int, int]] = Counter()
+    for pair, share in zip(pairs, (rates / rates.sum()).tolist(), strict=True):
+        for rank, (to, back) in enumerate(zip(pair.gather, pair.spread, strict=True)):
+            if rank != pair.root:
+                messages[rank, to] += share
+                messages[back, rank] += share
+    return min(most, steps / max(messages.values()))
 
 
 def _passes_switches(pairs: list[TreePair]) -> bool:
