@@ -42,6 +42,8 @@ MIXED_STARTS = 3
 """Starts that take the options of the lower bound's linear program."""
 MAX_RUNS, RUNS_SHARE = 2000, 0.15
 """The number of list schedules, and the share of the budget of time, for a start with runs of equal ops (`runs`)."""
+CLOSE = 5e-6
+"""The share above the bound at which a plan equals it: one with whole options is lower by its solver's tolerance."""
 PATIENCE = 0.1
 """The share of the budget before which no search is stopped for want of progress."""
 BETA = {"stretto": 2000.0, "syndicate": 200.0}
@@ -225,7 +227,7 @@ class _Loop:
         )  # fmt: skip
 
     def _stop(self, improved_at: float) -> str:
-        if self.best <= self._bound.us * (1 + 1e-9):
+        if self.best <= self._bound.us * (1 + CLOSE):
             return f"optimal: equals the lower bound ({self._bound.why})"
         now, budget = time.monotonic() - self._begun, self._budget_s
         if self._steps is not None:
@@ -274,6 +276,8 @@ def _start_mixed(run: _native.ScheduleSearch, scheduler: Scheduler, bound: Perio
     """
     if bound.relaxed is None or bound.relaxed.mix is None:
         return
+    if bound.relaxed.whole is not None and bound.relaxed.whole.chosen is not None:
+        run.start_listed(scheduler._native_choice(bound.relaxed.whole.chosen), DISCIPLINES.index("critical_path"))
     draw = np.random.default_rng(seed)
     shares = [np.maximum(mix, 0.0) for mix in bound.relaxed.mix]
     for number in range(MIXED_STARTS):
