@@ -40,8 +40,9 @@ MAX_TIDY = 2000
 """The largest number of options of a problem for which the plan found is simplified."""
 MIXED_STARTS = 3
 """Starts that take the options of the lower bound's linear program."""
-MAX_RUNS, RUNS_SHARE = 2000, 0.15
-"""The number of list schedules, and the share of the budget of time, for a start with runs of equal ops (`runs`)."""
+MAX_RUNS, RUNS_SHARE, LEAST_RUNS_S = 2000, 0.15, 1.0
+"""The number of list schedules for a start with runs of equal ops (`runs`), the share of the budget of time, and
+seconds of this thread's own time that it may take on any budget, on a busy machine, too."""
 CLOSE = 5e-6
 """The share above the bound at which a plan equals it: one with whole options is lower by its solver's tolerance."""
 PATIENCE = 0.1
@@ -142,7 +143,10 @@ def search(
         if not large:
             # The clock must not decide anything where a number of steps was asked for.
             until = begun + RUNS_SHARE * budget_s if steps is None else float("inf")
-            runs = RunSearch(scheduler, bound, serial=serial, most=min(MAX_RUNS, steps or MAX_RUNS), until=until)
+            runs = RunSearch(
+                scheduler, bound, serial=serial, most=min(MAX_RUNS, steps or MAX_RUNS), until=until,
+                own_s=LEAST_RUNS_S,
+            )  # fmt: skip
             _, chosen = runs.descend(scheduler.greedy)
             run.start_listed(scheduler._native_choice(chosen), DISCIPLINES.index("critical_path"))
             listed = runs.evaluations
