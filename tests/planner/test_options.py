@@ -39,6 +39,12 @@ def made(kind: str, nbytes: float = 32e6, groups: Groups = (), root: int = 0) ->
     return options(op, step(op), HGX2, COSTS)
 
 
+def test_a_message_stays_whole_on_the_network_of_the_jobs_backend() -> None:
+    (option,) = made("send", groups=((0, 9),))
+    assert len(option.tasks) == 1
+    assert option.tasks[0].channels == made("all_gather", groups=((0, 9),))[0].tasks[0].channels
+
+
 @pytest.mark.parametrize(
     ("kind", "groups", "root"),
     [

@@ -64,7 +64,8 @@ def test_a_circle_binds_by_its_lag() -> None:
 def test_channels_share_what_options_allow() -> None:
     either = (option(task("x", 6.0)), option(task("y", 6.0)))
     assert lower_bound(hidden(1.0, either, either)).us == pytest.approx(6.0)
-    assert lower_bound(hidden(1.0, either, either, either)).us == pytest.approx(9.0)
+    assert lower_bound(hidden(1.0, either, either, either), whole=False).us == pytest.approx(9.0)
+    assert lower_bound(hidden(1.0, either, either, either)).us == pytest.approx(12.0, rel=1e-5)
     assert lower_bound(hidden(1.0, either, either), serial=True).us == pytest.approx(12.0)
     slow = (option(task("x", 6.0)), option(task("y", 12.0)))
     bound = lower_bound(hidden(1.0, slow, slow, slow))
@@ -95,8 +96,9 @@ def test_options_that_are_divided_raise_the_bound_to_the_best_choice() -> None:
     # Each of three ops is on one of two channels: shares would halve the load, whole options are 8 and 4.
     either = (option(task("x", 4.0)), option(task("y", 4.0)))
     problem = hidden(1.0, either, either, either)
-    first = lower_bound(problem)
+    first = lower_bound(problem, whole=False)
     assert first.us == pytest.approx(6.0)
+    assert lower_bound(problem).us == pytest.approx(8.0, rel=1e-5)
     higher = branched(problem, first, 8.0, branches=20)
     assert higher.us == pytest.approx(8.0)
     assert higher.why.startswith("options of comm-ops one by one")
@@ -105,10 +107,10 @@ def test_options_that_are_divided_raise_the_bound_to_the_best_choice() -> None:
 
 
 def test_divided_options_never_exceed_the_best_bound_of_any_choice() -> None:
-    raised = 0
+    raised = sharper = 0
     for seed in range(40):
         problem = random_problem(seed, num_comm=3, longest_us=8.0)
-        first = lower_bound(problem)
+        first = lower_bound(problem, whole=False)
         names = list(problem.options)
         every = product(*(range(len(problem.options[name])) for name in names))
         single = [
@@ -118,17 +120,22 @@ def test_divided_options_never_exceed_the_best_bound_of_any_choice() -> None:
         best = min(Scheduler(one).schedule([0] * len(names)).period_us for one in single)
         higher = branched(problem, first, best, branches=12)
         assert first.us <= higher.us <= best * (1 + 1e-9), seed
+        whole = lower_bound(problem)
+        assert first.us <= whole.us <= best * (1 + 1e-9), seed
+        sharper += whole.us > first.us * (1 + 1e-6)
         assert higher.us <= max(min(lower_bound(one).us for one in single), first.us) * (1 + 1e-9), seed
         raised += higher.us > first.us * (1 + 1e-6)
     assert raised > 3
+    assert sharper > 3
 
 
 def test_of_equal_ops_a_whole_number_takes_the_slower_channel() -> None:
     # Seven ops, three times slower on the second channel: shares would put 1.75 of them there.
     either = (option(task("x", 1.0)), option(task("y", 3.0)))
     problem = hidden(1.0, *([either] * 7))
-    first = lower_bound(problem)
+    first = lower_bound(problem, whole=False)
     assert first.us == pytest.approx(5.25)
+    assert lower_bound(problem).us == pytest.approx(6.0, rel=1e-5)
     assert branched(problem, first, 6.0, branches=2).us == pytest.approx(6.0)
 
 

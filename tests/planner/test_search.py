@@ -10,6 +10,9 @@ from stretto.planner.example import figure6, random_problem
 from stretto.planner.schedule.schedule import DISCIPLINES, Scheduler, StepSchedule, check_order
 from stretto.planner.schedule.search import MODES, Progress, search
 
+HARD = 4
+"""A seed whose step no plan found so far brings down to the bound."""
+
 
 def same(a: StepSchedule, b: StepSchedule) -> bool:
     return (a.choice, a.order, a.shift, a.period_us) == (b.choice, b.order, b.shift, b.period_us)
@@ -99,7 +102,7 @@ def test_a_plan_that_meets_the_bound_ends_the_search() -> None:
 
 
 def test_the_papers_search_gives_up_when_half_of_it_brought_nothing() -> None:
-    found = search(figure6(), steps=100_000, mode="syndicate")
+    found = search(random_problem(HARD, num_comm=8), steps=100_000, mode="syndicate")
     assert found.why_stopped == "nothing better for half of the search"
     assert found.steps < 100_000
 
@@ -112,12 +115,12 @@ def test_progress_is_told_and_can_end_the_search() -> None:
         if len(seen) == 3:
             raise KeyboardInterrupt
 
-    found = search(figure6(), budget_s=60.0, progress=watch)
+    found = search(random_problem(HARD, num_comm=8), budget_s=60.0, progress=watch)
     assert found.why_stopped == "interrupted"
     assert len(seen) == 3
     assert [p.evaluations for p in seen] == sorted(p.evaluations for p in seen)
     assert all(p.left_s is not None and 0 <= p.left_s <= 60 and 0 < p.acceptance < 1 for p in seen)
-    assert found.schedule.period_us == seen[-1].best_us == 9.5
+    assert found.schedule.period_us == pytest.approx(seen[-1].best_us)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InvalidInput
+from .distinct import all_differ
 
 ALL_PARTS = -1
 MAX_RANKS = 1 << 17
@@ -273,8 +274,8 @@ def _validate(collective: Collective) -> None:
             raise InvalidInput(f"{side}: pointers, chunks and parts differ in length")
         if np.any((chunk < 0) | (chunk >= c.num_chunks)):
             raise InvalidInput(f"{side}: chunks must be 0..{c.num_chunks - 1}")
-        slot = np.sort(np.repeat(np.arange(c.num_ranks), np.diff(ptr)) * c.num_chunks + chunk)
-        if np.any(slot[1:] == slot[:-1]):
+        slots = np.repeat(np.arange(c.num_ranks), np.diff(ptr)) * c.num_chunks + chunk
+        if not all_differ(slots, c.num_ranks * c.num_chunks):
             raise InvalidInput(f"{side}: a rank holds one chunk twice")
     if not 0 <= c.helpers < c.num_ranks:
         raise InvalidInput(f"helpers: must be 0..{c.num_ranks - 1}, not {c.helpers}")

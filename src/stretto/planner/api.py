@@ -46,6 +46,9 @@ BASELINES_SHARE = 0.3
 """The share of the time that is then left for the baselines, which share it evenly; the rest is the search's."""
 JUDGING_SHARE = 0.1
 """The share of the budget at its end in which candidates are re-timed."""
+JUDGING_OWN_SHARE = 0.03
+"""The share of the budget that re-timing, and a walk over options link by link, may each take of this thread's own
+time where the machine gives less than that before the budget ends."""
 WRITING_TIMES = 7.0
 """To write out, check and re-time the plan of a large step takes so many times as long as to make its smaller one."""
 URGENT = ("fifo", "syndicate", "s_exec", "s_sched", "nccl_ring", "nccl_tree", "bytescheduler+", "hand_optimised")
@@ -220,7 +223,8 @@ def _plan(
         start=tuple(starts.values()), progress=lambda state: tell(_words(state), _fraction(state, steps)),
     )  # fmt: skip
     until = (time_left.until(1.0) or float("inf")) - writing_s
-    judge = PlanJudge(compared=compared, cluster=cluster, costs=model, until=until)
+    own_s = JUDGING_OWN_SHARE * budget_s
+    judge = PlanJudge(compared=compared, cluster=cluster, costs=model, until=until, own_s=own_s)
     if retime:
         tell("re-timing link by link", 0.0)
     name, best, link_level_us, notes = judge.chosen(found, starts, retime, least_gain, steps)

@@ -31,6 +31,9 @@ class PlanJudge:
     cluster: Cluster
     costs: CostModel
     until: float = float("inf")
+    own_s: float = 0.0
+    """Seconds of this thread's own time for re-timing candidates, and as many for a walk, whatever the clock says; not
+    for large steps."""
 
     def chosen(
         self,
@@ -91,7 +94,7 @@ class PlanJudge:
         walk = LinkWalk(judge, self.compared.own, seed=found.seed)
         most = MAX_WALK if steps is None else min(MAX_WALK, steps // WALK_STEPS)
         until = float("inf") if steps is not None else (time.monotonic() + judge.until) / 2
-        return walk.best(best, name=SYSTEM, most=most, until=until, bound_us=found.bound.us)
+        return walk.best(best, name=SYSTEM, most=most, until=until, own_s=self.own_s, bound_us=found.bound.us)
 
     def _whole(self, best: PlanCandidate, retimes: bool) -> PlanCandidate:
         if not self.compared.reduces:
@@ -111,7 +114,8 @@ class PlanJudge:
         """Re-times schedules of the step as it is, or as stock systems see it."""
         if self.compared.reduces:
             problem = self.compared.step().exact(problem, self.costs)
-        return LinkLevelJudge(problem=problem, cluster=self.cluster, costs=self.costs, until=self.until)
+        own_s = 0.0 if self.compared.reduces else self.own_s
+        return LinkLevelJudge(problem=problem, cluster=self.cluster, costs=self.costs, until=self.until, own_s=own_s)
 
     def _gain(self, best: PlanCandidate) -> float:
         """The share of plain order's iteration that a candidate saves; both re-timed, or neither."""

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .. import _native
 from ..collectives import Collective
+from ..collectives.distinct import all_differ
 from ..errors import InvalidInput
 from ..late import LateFunction
 
@@ -340,10 +341,10 @@ def _check_columns(
         raise InvalidInput(f"transfers: chunk {chunk[bad[0]]} does not exist; there are {collective.num_chunks}")
     if len(chunk) > count:
         owner = np.repeat(np.arange(count, dtype=np.int64), lengths)
-        slots = np.sort(owner * collective.num_chunks + chunk)
-        again = np.flatnonzero(slots[1:] == slots[:-1])
-        if len(again):
-            at, twice = divmod(int(slots[again[0]]), collective.num_chunks)
+        slots = owner * collective.num_chunks + chunk
+        if not all_differ(slots, count * collective.num_chunks):
+            slots.sort()
+            at, twice = divmod(int(slots[np.flatnonzero(slots[1:] == slots[:-1])[0]]), collective.num_chunks)
             raise InvalidInput(f"transfers[{at}]: moves chunk {twice} twice")
 
 

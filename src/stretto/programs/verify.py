@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from .. import _native
 from ..collectives import ALL_PARTS, Collective
+from ..collectives.distinct import distinct
 from ..errors import VerificationError
 from .ir import Program, slot_numbers
 from .lowered import BUFFERS, INPUT, NOP, OUTPUT, READS_SRC, REDUCE, WRITES_DST, Lowered
@@ -292,8 +293,7 @@ def _start_together(
 
 def _part_rows(c: Collective) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
     """The sets of parts that outputs are checked against: one row per chunk, then the collective's own sets."""
-    pairs = np.sort(c.in_chunk.astype(np.int64) * c.num_parts + c.in_part)
-    pairs = pairs[np.diff(pairs, prepend=-1) > 0]
+    pairs = distinct(c.in_chunk.astype(np.int64) * c.num_parts + c.in_part, c.num_chunks * c.num_parts)
     lengths = np.bincount(pairs // c.num_parts, minlength=c.num_chunks).tolist() + [len(s) for s in c.part_sets]
     ptr = np.cumsum([0, *lengths]).astype(np.int64)
     parts = np.concatenate([pairs % c.num_parts, *(sorted(s) for s in c.part_sets)]).astype(np.int32)

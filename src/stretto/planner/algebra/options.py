@@ -182,6 +182,9 @@ def options(
     segments spread over two disjoint sets of channels. An option is left out if another beats it in every task on no
     more channels, or if its channels cannot carry it.
 
+    A message between two ranks (`send`) has its default option alone: the job's own backend carries it, whole and on
+    its own network, whatever a plan says (docs/enforcer.md).
+
     Args:
         op: the comm-op.
         workload: the workload that it belongs to.
@@ -197,6 +200,8 @@ def options(
         Infeasible: no channels of the cluster carry the op.
     """
     menu = menu if menu is not None else Menu(cluster, costs)
+    if op.kind == "send":
+        return (menu.default(op, workload),)
     every = tuple(rewrites(op, workload.groups_of(op), cluster))
     found: list[Option] = []
     for number, rewrite in enumerate(every):

@@ -32,7 +32,11 @@ from .relaxation import Circle, OptionCount, Relaxed, WindowLoads, relax, resour
 
 TOGETHER = "channel load and waiting together, with one option for each"
 """The argument in which all others have to hold at once."""
+WHOLE = "channel load and waiting together, with one whole option for each"
+"""The same where no option is taken in shares."""
 MAX_BETWEEN_OPS = 1000
+LEAST_RISE = 1e-5
+"""The share by which whole options have to raise the bound: below, the one that owes nothing to a solver stays."""
 MAX_FROM = 24
 """The number of compute-ops, and of thresholds, from which load is counted; fewer only weaken the bound."""
 
@@ -48,13 +52,17 @@ class PeriodBound:
     """The options in shares that the bound could do with: a hint where to search."""
 
 
-def lower_bound(problem: PlanProblem, *, serial: bool = False, counts: Sequence[OptionCount] = ()) -> PeriodBound:
+def lower_bound(
+    problem: PlanProblem, *, serial: bool = False, counts: Sequence[OptionCount] = (), whole: bool = True
+) -> PeriodBound:
     """The largest of the bounds, valid for any options, orders and shifts.
 
     Args:
         problem: the problem.
         serial: whether a place runs one task of a collective at a time.
         counts: numbers of comm-ops to which options are held; the bound is then one for plans that have them.
+        whole: whether options are also taken whole (not with `counts`); in shares alone, the bound is lower and owes
+            nothing to a solver.
 
     Returns:
         The bound.
@@ -62,7 +70,7 @@ def lower_bound(problem: PlanProblem, *, serial: bool = False, counts: Sequence[
     >>> from stretto.planner.example import figure6
     >>> bound = lower_bound(figure6())
     >>> round(bound.us, 3), bound.why
-    (8.462, 'channel load and waiting together, with one option for each')
+    (9.5, 'channel load and waiting together, with one whole option for each')
     """
     nodes = nodes_of(problem.workload)
     option_us = _option_us(problem)
@@ -72,7 +80,7 @@ def lower_bound(problem: PlanProblem, *, serial: bool = False, counts: Sequence[
     loads = resource_loads(problem, serial)
     windows, cliques = _windows(problem, nodes, fastest)
     stream_us = max(nodes.stream_us, default=0.0)
-    relaxed = relax(loads, option_us, stream_us, lambda us: find(us)[0], windows, cliques, counts)
+    relaxed = relax(loads, option_us, stream_us, lambda us: find(us)[0], windows, cliques, counts, whole=whole)
     least = [loads.least(price) for price in relaxed.prices]
     between_us, between = max((windows.longest(each) for each in least), default=(0.0, "an op"))
     found = {
@@ -85,6 +93,9 @@ def lower_bound(problem: PlanProblem, *, serial: bool = False, counts: Sequence[
     if relaxed.us > found[why] * (1 + 1e-9):
         why = TOGETHER
     found[TOGETHER] = relaxed.us if why == TOGETHER else min(relaxed.us, found[why])
+    if relaxed.whole is not None and relaxed.whole.us > found[why] * (1 + LEAST_RISE):
+        why = WHOLE
+        found[WHOLE] = relaxed.whole.us
     return PeriodBound(us=found[why], why=why, arguments=found, relaxed=relaxed)
 
 

@@ -7,7 +7,8 @@ fits all rows is a linear program. Circles and windows are too many to list: tho
 added until there is none.
 
 The bound does not trust the solver. Its duals are prices on the rows; whatever they are, a period pays at least the
-cheapest option of every comm-op, and that sum is the bound.
+cheapest option of every comm-op, and that sum is the bound. With whole options (`whole_options`) the rows give a higher
+one, which is the solver's.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from ..algebra.nodes import is_queued
 from .cliques import CliqueWindows
 from .problem import PlanProblem
 from .resources import Ends, op_ends
+from .whole_options import PeriodRow, WholeOptions, whole_options
 
 Floats = NDArray[np.float64]
 
 MAX_LP_TERMS = 400_000
 MAX_CHANNELS = 256
-ROUNDS = 40
+ROUNDS, WHOLE_ROUNDS = 40, 6
+"""How often violated rows are added: with options in shares, and with whole ones."""
 WINDOWS_A_ROUND = 8
 """Rows of violated windows that are added at once."""
 VIOLATED = 1e-6
@@ -137,6 +140,8 @@ class Relaxed:
     """Prices on channels and links that sum to one: those that are best for all load, and each alone."""
     mix: list[Floats] | None
     """None where comm-ops were not told apart."""
+    whole: WholeOptions | None = None
+    """The same with one whole option for each comm-op, where that was computed."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -149,15 +154,6 @@ class OptionCount:
     most: int
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Row:
-    """``lag * period >= constant_us + the sum over units of what their options add``."""
-
-    lag: float
-    constant_us: float
-    adds: dict[int, Floats]
-
-
 def relax(
     loads: ResourceLoads,
     option_us: Sequence[Floats],
@@ -166,6 +162,8 @@ def relax(
     windows: WindowLoads,
     cliques: CliqueWindows,
     counts: Sequence[OptionCount] = (),
+    *,
+    whole: bool = True,
 ) -> Relaxed:
     """The linear relaxation over all options.
 
@@ -177,6 +175,7 @@ def relax(
         windows: windows of a period.
         cliques: windows with comm-ops that take one channel in turns.
         counts: numbers of comm-ops to which the options are held; not used where comm-ops are not told apart.
+        whole: whether the bound for whole options is computed, too; not with `counts`.
 
     Returns:
         The bound, prices and shares.
@@ -195,15 +194,21 @@ def relax(
     if not program.solve():
         return Relaxed(us=0.0, prices=alone, mix=None)
     price = program.proved()[1]
-    for _ in range(ROUNDS if apart else 0):
+
+    def violated() -> list[PeriodRow]:
         found = program.violated_circle(worst_circle, option_us) + program.violated_windows(windows, tables)
-        found += program.violated_cliques(cliques)
+        return found + program.violated_cliques(cliques)
+
+    for _ in range(ROUNDS if apart else 0):
+        found = violated()
         for row in found:
             program.add(row)
         if not found or not program.solve():
             break
-    us = program.proved()[0]
-    return Relaxed(us=us, prices=[*([price] if price is not None else []), *alone], mix=program.mix if apart else None)
+    us, mix = program.proved()[0], program.mix
+    prices = [*([price] if price is not None else []), *alone]
+    higher = program.whole(violated) if whole and apart and not counts else None
+    return Relaxed(us=us, prices=prices, mix=mix if apart else None, whole=higher)
 
 
 class _Program:
@@ -213,7 +218,7 @@ class _Program:
         from ...solvers.linear import LinearProgram
 
         self._scale = max(stream_us, *(float(table.max()) for table in tables)) or 1.0
-        self._rows: list[_Row] = []
+        self._rows: list[PeriodRow] = []
         self._resources = resources
         self._program = LinearProgram(time_limit=10.0)
         self._period = self._program.column(cost=1.0)
@@ -228,10 +233,10 @@ class _Program:
                 loaded[at].append(k)
         for at in range(resources):
             adds = {k: count[k] * tables[k][:, at] for k in loaded[at]}
-            self.add(_Row(lag=1.0, constant_us=0.0, adds=adds))
-        self.add(_Row(lag=1.0, constant_us=stream_us, adds={}))
+            self.add(PeriodRow(lag=1.0, constant_us=0.0, adds=adds))
+        self.add(PeriodRow(lag=1.0, constant_us=stream_us, adds={}))
 
-    def add(self, row: _Row) -> None:
+    def add(self, row: PeriodRow) -> None:
         index, value = [self._period], [row.lag]
         for unit, adds in row.adds.items():
             some = np.flatnonzero(adds)
@@ -247,7 +252,7 @@ class _Program:
             for unit, some in count.options.items():
                 adds[unit] = np.zeros(len(self._columns[unit]))
                 adds[unit][some] = sign * self._scale
-            self.add(_Row(lag=0.0, constant_us=-sign * limit * self._scale, adds=adds))
+            self.add(PeriodRow(lag=0.0, constant_us=-sign * limit * self._scale, adds=adds))
 
     def solve(self) -> bool:
         """Whether there is a solution; else the one before stays."""
@@ -259,15 +264,33 @@ class _Program:
         self._duals = found.duals[len(self._columns) :]
         return True
 
-    def violated_circle(self, worst: Callable[[Floats], Circle | None], option_us: Sequence[Floats]) -> list[_Row]:
+    def whole(self, violated: Callable[[], list[PeriodRow]]) -> WholeOptions | None:
+        """The bound with whole options, and those of its last solution; the solution takes the place of `mix`."""
+        best: WholeOptions | None = None
+        for _ in range(WHOLE_ROUNDS):
+            found = whole_options(self._rows, [len(columns) for columns in self._columns], self._scale)
+            if found is None:
+                break
+            best = WholeOptions(us=max(found.us, best.us if best else 0.0), chosen=found.chosen)
+            if found.chosen is None:
+                break
+            self.mix = [np.eye(1, len(columns), at)[0] for columns, at in zip(self._columns, found.chosen, strict=True)]
+            self.period = best.us
+            more = violated()
+            if not more:
+                break
+            self._rows += more
+        return best
+
+    def violated_circle(self, worst: Callable[[Floats], Circle | None], option_us: Sequence[Floats]) -> list[PeriodRow]:
         mean = np.array([float(mix @ us) for mix, us in zip(self.mix, option_us, strict=True)])
         circle = worst(mean)
         if circle is None or circle.us <= self.period * (1 + VIOLATED):
             return []
         adds = {unit: times * option_us[unit] for unit, times in circle.counts.items()}
-        return [_Row(lag=float(circle.lag), constant_us=circle.compute_us, adds=adds)]
+        return [PeriodRow(lag=float(circle.lag), constant_us=circle.compute_us, adds=adds)]
 
-    def violated_windows(self, windows: WindowLoads, tables: Sequence[Floats]) -> list[_Row]:
+    def violated_windows(self, windows: WindowLoads, tables: Sequence[Floats]) -> list[PeriodRow]:
         if not windows.names:
             return []
         mean = np.stack([mix @ table for mix, table in zip(self.mix, tables, strict=True)])
@@ -279,10 +302,10 @@ class _Program:
                 break
             resource, times = int(lengths[at].argmax()), windows.counts[at]
             adds = {k: times[k] * tables[k][:, resource] for k in np.flatnonzero(times).tolist()}
-            found.append(_Row(lag=1.0, constant_us=float(windows.around_us[at]), adds=adds))
+            found.append(PeriodRow(lag=1.0, constant_us=float(windows.around_us[at]), adds=adds))
         return found
 
-    def violated_cliques(self, cliques: CliqueWindows) -> list[_Row]:
+    def violated_cliques(self, cliques: CliqueWindows) -> list[PeriodRow]:
         if not len(cliques.around_us):
             return []
         mean = np.stack([mix @ us for mix, us in zip(self.mix, cliques.channel_us, strict=True)])
@@ -293,7 +316,7 @@ class _Program:
                 break
             times, channel = cliques.counts[at], cliques.channel[at]
             adds = {k: times[k] * cliques.channel_us[k][:, channel] for k in np.flatnonzero(times).tolist()}
-            found.append(_Row(lag=1.0, constant_us=float(cliques.around_us[at]), adds=adds))
+            found.append(PeriodRow(lag=1.0, constant_us=float(cliques.around_us[at]), adds=adds))
         return found
 
     def proved(self) -> tuple[float, Floats | None]:

@@ -67,11 +67,14 @@ class RunSearch:
         serial: whether a place runs one task of a collective at a time.
         most: the largest number of list schedules.
         until: the moment of `time.monotonic` at which the descent ends.
+        own_s: seconds of this thread's own time for which it goes on even then.
     """
 
     def __init__(
-        self, scheduler: Scheduler, bound: PeriodBound, *, serial: bool, most: int, until: float = float("inf")
-    ) -> None:
+        self, scheduler: Scheduler, bound: PeriodBound, *, serial: bool, most: int, until: float = float("inf"),
+        own_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        self._own_until = time.thread_time() + own_s
         self._scheduler, self._serial, self._most, self._until = scheduler, serial, most, until
         self._bound_us = bound.us
         self.evaluations = 0
@@ -120,7 +123,8 @@ class RunSearch:
         return self._scheduler.evaluate(choice, serial=self._serial)
 
     def _spent(self) -> bool:
-        return self.evaluations >= self._most or time.monotonic() >= self._until
+        late = time.monotonic() >= self._until and time.thread_time() >= self._own_until
+        return late or self.evaluations >= self._most
 
 
 def _first_runs(scheduler: Scheduler, loads: ResourceLoads, price: np.ndarray) -> list[OpRun]:

@@ -40,8 +40,11 @@ MAX_TIDY = 2000
 """The largest number of options of a problem for which the plan found is simplified."""
 MIXED_STARTS = 3
 """Starts that take the options of the lower bound's linear program."""
-MAX_RUNS, RUNS_SHARE = 2000, 0.15
-"""The number of list schedules, and the share of the budget of time, for a start with runs of equal ops (`runs`)."""
+MAX_RUNS, RUNS_SHARE, LEAST_RUNS_S = 2000, 0.15, 1.0
+"""The number of list schedules for a start with runs of equal ops (`runs`), the share of the budget of time, and
+seconds of this thread's own time that it may take on any budget, on a busy machine, too."""
+CLOSE = 5e-6
+"""The share above the bound at which a plan equals it: one with whole options is lower by its solver's tolerance."""
 PATIENCE = 0.1
 """The share of the budget before which no search is stopped for want of progress."""
 BETA = {"stretto": 2000.0, "syndicate": 200.0}
@@ -140,7 +143,10 @@ def search(
         if not large:
             # The clock must not decide anything where a number of steps was asked for.
             until = begun + RUNS_SHARE * budget_s if steps is None else float("inf")
-            runs = RunSearch(scheduler, bound, serial=serial, most=min(MAX_RUNS, steps or MAX_RUNS), until=until)
+            runs = RunSearch(
+                scheduler, bound, serial=serial, most=min(MAX_RUNS, steps or MAX_RUNS), until=until,
+                own_s=LEAST_RUNS_S,
+            )  # fmt: skip
             _, chosen = runs.descend(scheduler.greedy)
             run.start_listed(scheduler._native_choice(chosen), DISCIPLINES.index("critical_path"))
             listed = runs.evaluations
@@ -225,7 +231,7 @@ class _Loop:
         )  # fmt: skip
 
     def _stop(self, improved_at: float) -> str:
-        if self.best <= self._bound.us * (1 + 1e-9):
+        if self.best <= self._bound.us * (1 + CLOSE):
             return f"optimal: equals the lower bound ({self._bound.why})"
         now, budget = time.monotonic() - self._begun, self._budget_s
         if self._steps is not None:
@@ -274,6 +280,8 @@ def _start_mixed(run: _native.ScheduleSearch, scheduler: Scheduler, bound: Perio
     """
     if bound.relaxed is None or bound.relaxed.mix is None:
         return
+    if bound.relaxed.whole is not None and bound.relaxed.whole.chosen is not None:
+        run.start_listed(scheduler._native_choice(bound.relaxed.whole.chosen), DISCIPLINES.index("critical_path"))
     draw = np.random.default_rng(seed)
     shares = [np.maximum(mix, 0.0) for mix in bound.relaxed.mix]
     for number in range(MIXED_STARTS):
