@@ -125,6 +125,15 @@ def _three_digits(nbytes: float) -> tuple[float, str]:
     return float(f"{nbytes:.3g}"), "B"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, in the plural unless it is one.
+
+    >>> counted(1, "rank"), counted(2, "rank"), counted(1, "all-reduce")
+    ('1 rank', '2 ranks', '1 all-reduce')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def format_us(us: float) -> str:
     """Write a time in microseconds with the unit (us, ms or s) that a person would choose.
 
