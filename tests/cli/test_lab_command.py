@@ -19,7 +19,7 @@ Run = Callable[..., str]
         (("--hosts", "two", "--", "true"), "Invalid value for '--hosts'"),
         (("--order", "odd", "--", "true"), "--order: unknown order 'odd'; choose from: host, interleaved"),
         (("--shaper", "cake", "--", "true"), "--shaper: unknown shaper 'cake'; choose from: tbf, htb"),
-        (("--uplink", "200", "--", "true"), "--uplink eth: rate '200': expected a number with one of kbit, mbit, gbit"),
+        (("--uplink", "200", "--", "true"), "--uplink eth: rate '200': expected a number with its unit"),
         (("--uplink", "a=1gbit", "--uplink", "a=2gbit", "--", "true"), "--uplink 'a=2gbit': a is given twice"),
         (("--uplink", "=1gbit", "--", "true"), "--uplink '=1gbit': expected KEY=VALUE"),
         (("--uplink", "1gbit,1gbit,1gbit", "--", "true"), "--uplink eth: has 3 rates"),
