@@ -86,7 +86,7 @@ def main() -> None:
     args = parser.parse_args()
     import torch
 
-    from stretto.lab.layout import parse_rate
+    from stretto.units import parse_rate
 
     if not torch.cuda.is_available():
         sys.exit("benchmarks/gpu_hosts.py needs a GPU, and a PyTorch that sees it")

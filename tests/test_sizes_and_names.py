@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.errors import MAX_CHOICES, unknown
-from stretto.units import GB, GIB, KB, KIB, MB, MIB, PIB, TB, format_bytes, parse_bytes
+from stretto.errors import MAX_CHOICES, InvalidInput, unknown
+from stretto.units import GB, GIB, KB, KIB, MB, MIB, PIB, TB, format_bytes, parse_bytes, parse_rate
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,18 @@ def test_powers_of_two_are_read_back_exactly(power: int, unit: int) -> None:
 @pytest.mark.parametrize("text", ["2.1 GB", "2.1GB", "2.1g", " 2100M "])
 def test_sizes_are_read_as_people_write_them(text: str) -> None:
     assert parse_bytes(text) == 2_100_000_000
+
+
+@pytest.mark.parametrize(("text", "write"), [("64Mb", "64MB"), ("64 mb", "64MB"), ("1Kib", "1KiB"), ("8b", "8B")])
+def test_a_size_in_bits_is_refused(text: str, write: str) -> None:
+    with pytest.raises(InvalidInput, match=f"a small b is bits, and a size is bytes: write {write}$"):
+        parse_bytes(text)
+
+
+@given(st.integers(1, 999), st.sampled_from("KMGT"))
+def test_a_rate_in_bytes_is_eight_times_one_in_bits(number: int, prefix: str) -> None:
+    bits = parse_rate(f"{number}{prefix}b/s")
+    assert parse_rate(f"{number} {prefix}B/s") == 8 * bits == 8 * parse_rate(f"{number}{prefix.lower()}bit")
 
 
 def test_a_name_that_is_almost_right_is_suggested() -> None:

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes and rates. Sizes are bytes, times microseconds, rates GB/s (10^9 bytes per second)."""
+"""Sizes and rates. Sizes are bytes, times microseconds, rates GB/s (10^9 bytes per second).
+
+In what people write, a capital B is bytes and a small b bits, everywhere: a size is never in bits, and a rate in bytes
+says per second (25GB/s), because 25GB is often written for 25 Gbit/s.
+"""
 
 from __future__ import annotations
 
@@ -85,18 +89,56 @@ def parse_number(text: str) -> int | float | None:
 
 
 def parse_bytes(text: str) -> int:
-    """Read a size such as ``64M``, ``1 KiB``, ``2.1 GB`` or ``4096``.
+    """Read a size such as ``64M``, ``1 KiB``, ``2.1 GB`` or ``4096``; a small b, which is bits, is refused.
 
     >>> parse_bytes("64M"), parse_bytes("1KiB"), parse_bytes("1.5 GB"), parse_bytes("7")
     (64000000, 1024, 1500000000, 7)
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]i?)?b?\s*", text.lower(), re.ASCII)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgtpKMGTP][iI]?)?([bB]?)\s*", text, re.ASCII)
     if match is None:
-        raise InvalidInput(f"size {text!r}: expected a number with an optional K, M, G, T, Ki, Mi, Gi or Ti")
-    value = float(match[1]) * _SUFFIX[match[2] or ""]
+        raise InvalidInput(f"size {text[:80]!r}: expected a number with an optional K, M, G, T, Ki, Mi, Gi or Ti")
+    if match[3] == "b":
+        unit = (match[2] or "").upper().replace("I", "i")
+        raise InvalidInput(f"size {text!r}: a small b is bits, and a size is bytes: write {match[1]}{unit}B")
+    value = float(match[1]) * _SUFFIX[(match[2] or "").lower()]
     if not 1 <= value <= PIB:
         raise InvalidInput(f"size {text!r}: must be between 1 byte and 1 PiB")
     return round(value)
+
+
+_RATE = re.compile(r"\s*([0-9]{1,12}(?:\.[0-9]{1,9})?)\s*([kKmMgGtT]?)([a-zA-Z/]*)\s*")
+_PREFIX = {"": 1, "K": KB, "M": MB, "G": GB, "T": TB}
+
+
+def parse_rate(text: str) -> float:
+    """Read a rate such as ``400gbit``, ``25 Gb/s``, ``10Gbps``, ``25GbE`` or ``50GB/s``; the result is bits per second.
+
+    A bare G or M is bits, as networks are sold. Bytes are said with a capital B and per second.
+
+    >>> parse_rate("400mbit"), parse_rate("1.5 Gb/s"), parse_rate("50MB/s"), parse_rate("25G")
+    (400000000.0, 1500000000.0, 400000000.0, 25000000000.0)
+    """
+    match = _RATE.fullmatch(text)
+    number, prefix, unit = match.groups() if match is not None else ("", "", "")
+    bits = _bits_of(unit, prefix)
+    if not prefix or bits is None:
+        raise InvalidInput(f"rate {text[:80]!r}: expected a number with its unit, such as 400mbit, 25gbit or 50MB/s")
+    if not bits:
+        both = f"{number}{prefix.upper()}B/s (bytes) or {number}{prefix.lower()}bit (bits)"
+        raise InvalidInput(f"rate {text.strip()!r}: could be bytes or bits per second: write {both}")
+    return float(number) * _PREFIX[prefix.upper()] * bits
+
+
+def _bits_of(unit: str, prefix: str) -> int | None:
+    """How many bits the unit of a rate has; 0 where both bits and bytes may be meant, None where it is no unit."""
+    small = unit.lower()
+    if small in ("", "bit", "bits", "bit/s", "bits/s", "be"):
+        return 1
+    if small in ("byte/s", "bytes/s") or unit in ("B/s", "Bps"):
+        return 8
+    if unit in ("b/s", "bps") or (unit == "b" and prefix.isupper()):
+        return 1
+    return 0 if small in ("b", "bps", "b/s", "byte", "bytes") else None
 
 
 def format_bytes(nbytes: float) -> str:
@@ -123,6 +165,15 @@ def _three_digits(nbytes: float) -> tuple[float, str]:
         if value >= 1:
             return (float(round(nbytes / unit)) if value >= 1000 else value), name
     return float(f"{nbytes:.3g}"), "B"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, in the plural unless it is one.
+
+    >>> counted(1, "rank"), counted(2, "rank"), counted(1, "all-reduce")
+    ('1 rank', '2 ranks', '1 all-reduce')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def format_us(us: float) -> str:

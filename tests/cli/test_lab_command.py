@@ -20,7 +20,7 @@ Run = Callable[..., str]
         (("--order", "odd", "--", "true"), "--order: unknown order 'odd'; choose from: host, interleaved"),
         (("--shaper", "cake", "--", "true"), "--shaper: unknown shaper 'cake'; choose from: tbf, htb"),
         (("--tcp", "RENO", "--", "true"), "--tcp: 'RENO' is no name of a congestion control"),
-        (("--uplink", "200", "--", "true"), "--uplink eth: rate '200': expected a number with one of kbit, mbit, gbit"),
+        (("--uplink", "200", "--", "true"), "--uplink eth: rate '200': expected a number with its unit"),
         (("--uplink", "a=1gbit", "--uplink", "a=2gbit", "--", "true"), "--uplink 'a=2gbit': a is given twice"),
         (("--uplink", "=1gbit", "--", "true"), "--uplink '=1gbit': expected KEY=VALUE"),
         (("--uplink", "1gbit,1gbit,1gbit", "--", "true"), "--uplink eth: has 3 rates"),

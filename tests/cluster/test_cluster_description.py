@@ -46,10 +46,20 @@ def test_nics_are_shared_evenly(kind: str, nics: str, rate: float) -> None:
 
 def test_gigabits_are_eight_times_less_than_gigabytes() -> None:
     rates = {}
-    for unit in ("Gb/s", "GB/s", "gbit", "Gbps", "GbE", "GBps"):
+    for unit in ("Gb/s", "GB/s", "gbit", "Gbps", "GbE", "GBps", "G", "Gb", "gbps"):
         made = Cluster.load(f"hosts: 2, gpus: a100, network: 80 {unit}")
         rates[unit] = next(rate for _, b, rate, _ in links(made) if b == "fabric")
-    assert rates == {"Gb/s": 10.0, "GB/s": 80.0, "gbit": 10.0, "Gbps": 10.0, "GbE": 10.0, "GBps": 80.0}
+    assert rates == {
+        "Gb/s": 10.0,
+        "GB/s": 80.0,
+        "gbit": 10.0,
+        "Gbps": 10.0,
+        "GbE": 10.0,
+        "GBps": 80.0,
+        "G": 10.0,
+        "Gb": 10.0,
+        "gbps": 10.0,
+    }
 
 
 def test_one_host_needs_no_network() -> None:
@@ -65,7 +75,13 @@ def test_one_host_needs_no_network() -> None:
         ("hosts: 2, gpu: 8 x h100, network: 400gbit", "unknown key.* 'gpu'.*did you mean 'gpus'"),
         ("hosts: 2, gpus: 8 x mi300x, network: 400gbit", "unknown GPU 'mi300x'.*stretto cluster list"),
         ("2 hosts, 8 h100, 400G", "unknown preset.*or a description such as hosts: 2, gpus: 8 x h100"),
-        ("hosts: 2, gpus: 8 x h100, network: fast", "network: must be a rate"),
+        (
+            "hosts: 2, gpus: 8 x h100, network: fast",
+            "network: rate 'fast': expected a number with its unit, such as 400mbit",
+        ),
+        ("hosts: 2, gpus: 8 x h100, network: 25GB", r"network: rate '25GB': .* write 25GB/s \(bytes\) or 25gbit"),
+        ("hosts: 2, gpus: 8 x h100, network: 25 gb", r"network: rate '25 gb': .* write 25GB/s \(bytes\) or 25gbit"),
+        ("hosts: 2, gpus: 8 x h100, network: 25", "network: rate '25': expected a number with its unit"),
         ("hosts: 2, gpus: 8 x h100, network: 0gbit", "must be more than 0"),
         ("hosts: 0, gpus: h100", "hosts: must be a whole number"),
         ("hosts: 2, gpus: 8 x h100, network: 3 x 400gbit", "not shared evenly"),

@@ -143,7 +143,7 @@ def test_bytes_pass_over_the_channel_that_was_taken_and_no_other() -> None:
 
 @pytest.mark.parametrize("shaper", ["tbf", "htb"])
 def test_every_uplink_is_shaped_in_both_directions(shaper: str) -> None:
-    with Lab(hosts=2, ranks_per_host=1, uplinks={"a": "300mbit", "b": "50MB,20mbit"}, shaper=shaper) as lab:
+    with Lab(hosts=2, ranks_per_host=1, uplinks={"a": "300mbit", "b": "50MB/s,20mbit"}, shaper=shaper) as lab:
         (here,) = (found for found in running() if found.name == lab.name)
         user = ["--user", "--preserve-credentials"] if lab.rootless else []
 

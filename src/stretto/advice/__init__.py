@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advice on a training step: how much of it waits for communication, and what each change would gain."""
 
-from .advice import AdvisedChange, InputKnowledge, StepAdvice
+from .advice import AdvisedChange, BackendTrial, InputKnowledge, StepAdvice
 from .api import advise
 
-__all__ = ["StepAdvice", "AdvisedChange", "InputKnowledge", "advise"]
+__all__ = ["StepAdvice", "AdvisedChange", "BackendTrial", "InputKnowledge", "advise"]

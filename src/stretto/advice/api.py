@@ -11,20 +11,19 @@ from pathlib import Path
 from ..cluster import Cluster
 from ..errors import InvalidInput
 from ..planner import api
+from ..planner.api import PlanResult
+from ..planner.placement import hosts_taken, placement
 from ..units import check_seed, format_us
 from ..workload import Workload, kineto
 from ..workload.files import is_kineto
 from ..workload.kineto_waiting import StepWaiting, waiting_of
 from ..workload.registry import MODELS, from_spec
-from .advice import EFFORTS, AdvisedChange, Confidence, InputKnowledge, Knowledge, StepAdvice
-from .what_if import WhatIf, measured_factors, with_names
+from .advice import EFFORTS, AdvisedChange, BackendTrial, InputKnowledge, Knowledge, StepAdvice
+from .trust import confidence_in_model, confidence_in_trace, contradiction, other_hosts
+from .what_if import WhatIf, beyond_factors, measured_factors, with_names
 
 PLAN_SHARE = 0.6
 """The share of the budget for the search of a plan; the rest is for the other changes."""
-CLOSE, FAR = 0.10, 0.25
-"""The model's step is close to the measured one within the first share, and far from it beyond the second."""
-FEW_STEPS = 3
-"""A trace of fewer steps gives no high confidence: docs/traces.md asks for three to ten."""
 MODES = ("ddp", "zero1", "zero2", "zero3")
 TENSORS = (1, 2, 4, 8)
 
@@ -42,7 +41,11 @@ class _Step:
     spec: str = ""
     ranks: int = 0
     """How many ranks' traces there are."""
+    hosts: int = 0
+    """On how many hosts the traces were recorded; 0 where they do not say."""
     measured_us: float = 0.0
+    probed: bool = False
+    trial: BackendTrial | None = None
 
 
 def advise(
@@ -54,6 +57,8 @@ def advise(
     seed: int = 0,
     gpu: bool | None = None,
     measured_us: float = 0.0,
+    probed: bool = False,
+    trial: BackendTrial | None = None,
     progress: Progress | None = None,
 ) -> StepAdvice:
     """Say how much of a training step waits for communication, and what each change to the job would gain.
@@ -71,6 +76,8 @@ def advise(
         seed: seed of the search, >= 0.
         gpu: whether the job runs on GPUs with NCCL; None: as the trace says, else yes.
         measured_us: the time of a step, where it was measured apart from `step`; 0 where it was not.
+        probed: whether the cluster was measured by the job itself rather than described.
+        trial: what the job has measured of itself under `stretto run`; None where it did not.
         progress: called with a description of the current work and the share of it that is done.
 
     Returns:
@@ -95,7 +102,7 @@ def advise(
         raise InvalidInput(f"budget_s: must be > 0, not {budget_s:g}")
     if not 0 <= measured_us < float("inf"):
         raise InvalidInput(f"measured_us: must be >= 0, not {measured_us:g}")
-    asked = replace(_step(step, gpu), measured_us=measured_us)
+    asked = replace(_step(step, gpu), measured_us=measured_us, probed=probed, trial=trial)
     late = _late_share(asked.workload)
     machine = cluster if cluster is None or isinstance(cluster, Cluster) else Cluster.load(cluster)
     if machine is None or not asked.workload.comm_ops:
@@ -130,7 +137,7 @@ def _step(step: str | Path | Workload | Sequence[str | Path], gpu: bool | None) 
     on_gpu = any(trace.gpu for trace in traces.values())
     return _Step(
         workload=kineto.workload_of(first, traces), name=name, waiting=waiting_of(traces),
-        gpu=on_gpu if gpu is None else gpu, ranks=len(traces),
+        gpu=on_gpu if gpu is None else gpu, ranks=len(traces), hosts=len({one.host for one in traces.values()} - {""}),
     )  # fmt: skip
 
 
@@ -158,7 +165,7 @@ def _without_model(asked: _Step, machine: Cluster | None, late: float) -> StepAd
     notes = asked.workload.notes
     if not asked.workload.comm_ops:
         notes += ("the step has no collectives: there is nothing to gain from communication",)
-    confidence, why = _confidence_alone(asked)
+    confidence, why = confidence_in_trace(asked.waiting, bool(asked.workload.comm_ops))
     return StepAdvice(
         workload=asked.workload, cluster=machine, measured=slowest is not None,
         step_us=slowest.step_us if slowest is not None else asked.workload.compute_us,
@@ -171,31 +178,76 @@ def _without_model(asked: _Step, machine: Cluster | None, late: float) -> StepAd
 
 def _with_model(asked: _Step, machine: Cluster, cluster_name: str, late: float, effort: _Effort) -> StepAdvice:
     workload, slowest = asked.workload, _slowest(asked)
+    measured_us = slowest.step_us if slowest is not None else asked.measured_us
+    probed = asked.probed
     until = time.monotonic() + effort.budget_s
     effort.tell("the step as it is", 0.0)
     factors = measured_factors(workload, machine, _alone(asked))
-    what_if = WhatIf(workload=workload, cluster=machine, gpu=asked.gpu, factors=factors, until=until)
-    now = what_if.now
+    what_if = WhatIf(
+        workload=workload, cluster=machine, gpu=asked.gpu, factors=factors, probed=probed, step_us=measured_us,
+        until=until,
+    )  # fmt: skip
+    now_us = what_if.now.period_us
     found = api.plan(
         workload, machine, budget_s=PLAN_SHARE * effort.budget_s, steps=effort.steps, seed=effort.seed,
         costs=what_if.costs, progress=effort.tell,
     )  # fmt: skip
-    effort.tell("other changes", 0.9)
-    makers = (
-        what_if.described_links(), what_if.library_algorithms(), what_if.other_buckets(), what_if.tuner(found),
-        what_if.whole_plan(found), what_if.more_micro_batches(), what_if.other_models(_variants(asked.spec)),
+    bound_us = min(found.bound_us, now_us)
+    taken = hosts_taken(workload.num_ranks, machine)
+    unusable = (
+        beyond_factors(workload, machine, _alone(asked)) or other_hosts(asked.hosts, taken)
+        or contradiction(bound_us, measured_us)
     )  # fmt: skip
-    changes = [with_names(change, asked.name, cluster_name) for some in makers for change in some]
-    confidence, why = _confidence(asked, machine, now.period_us)
+    effort.tell("other changes", 0.9)
+    changes = () if unusable else _changes(asked, what_if, found, cluster_name)
+    slower = any(change.diagnosis and change.worthwhile for change in changes)
+    unexplained = max(factors.values(), default=0.0) if slower and asked.trial is None else 0.0
+    missing = workload.num_ranks - asked.ranks if asked.ranks else 0
+    confidence, why = confidence_in_model(
+        now_us, measured_us, waiting=asked.waiting, missing=missing, unusable=unusable,
+        unexplained=unexplained,
+    )  # fmt: skip
+    scale = measured_us / now_us if measured_us and now_us > 0 else 1.0
+    if unusable:
+        waits_us = max(0.0, measured_us - workload.compute_us)
+    else:
+        waits_us = scale * float(what_if.now.exposed_us.max(initial=0.0))
     return StepAdvice(
-        workload=workload, cluster=machine, measured=slowest is not None or asked.measured_us > 0,
-        step_us=slowest.step_us if slowest is not None else asked.measured_us or now.period_us,
-        waits_us=slowest.waits_us if slowest is not None else float(now.exposed_us.max(initial=0.0)),
-        compute_us=workload.compute_us, waiting=asked.waiting, late_share=late, model_us=now.period_us,
-        bound_us=min(found.bound_us, now.period_us), bound_by=found.plan.bound_by,
-        factors=tuple(sorted(factors.items())), changes=_in_order(changes), inputs=_inputs(asked, machine, factors),
+        workload=workload, cluster=machine, measured=measured_us > 0, step_us=measured_us or now_us,
+        waits_us=slowest.waits_us if slowest is not None else waits_us,
+        compute_us=workload.compute_us, waiting=asked.waiting, late_share=late, model_us=now_us,
+        bound_us=0.0 if unusable else scale * bound_us, bound_by="" if unusable else found.plan.bound_by,
+        factors=tuple(sorted(factors.items())), unexplained=unexplained, unusable=unusable, probed=probed,
+        trial=asked.trial, placed=placement(workload.num_ranks, machine),
+        changes=_in_order([*changes, *_tried(asked, measured_us)]),
+        inputs=_inputs(asked, machine, factors, unusable=bool(unusable), probed=probed),
         confidence=confidence, confidence_why=why, plan=found,
         notes=(*workload.notes, *(note for note in found.problem.notes if note.startswith("warning"))),
+    )  # fmt: skip
+
+
+def _changes(asked: _Step, what_if: WhatIf, found: PlanResult, cluster_name: str) -> tuple[AdvisedChange, ...]:
+    """All changes that can be simulated, in one model."""
+    # What `stretto run` has just measured needs no simulation.
+    whole = what_if.whole_plan(found) if asked.trial is None else ()
+    makers = (
+        what_if.described_links(), what_if.library_algorithms(), what_if.other_buckets(), what_if.tuner(found),
+        whole, what_if.more_micro_batches(), what_if.other_models(_variants(asked.spec)),
+    )  # fmt: skip
+    return tuple(with_names(change, asked.name, cluster_name) for some in makers for change in some)
+
+
+def _tried(asked: _Step, step_us: float) -> tuple[AdvisedChange, ...]:
+    """What the job has measured under `stretto run`, as a change."""
+    trial = asked.trial
+    if trial is None or trial.gain <= 0:
+        return ()
+    beside = f"{trial.tried}: {format_us(trial.tried_us)}, {trial.own}: {format_us(trial.own_us)}"
+    return (
+        AdvisedChange(
+            effort="plan", name="stretto run, measured", how="stretto run -- COMMAND", step_us=step_us / trial.gain,
+            gain=trial.gain, measured=True, refused=not trial.kept, note=f"measured in this job just now: {beside}",
+        ),
     )  # fmt: skip
 
 
@@ -224,23 +276,22 @@ def _variants(spec: str) -> dict[str, Workload]:
     return {name: other for name, other in found.items() if other.digest != same}
 
 
-def _inputs(asked: _Step, machine: Cluster | None, factors: dict[str, float]) -> tuple[InputKnowledge, ...]:
+def _inputs(
+    asked: _Step, machine: Cluster | None, factors: dict[str, float], *, unusable: bool = False, probed: bool = False
+) -> tuple[InputKnowledge, ...]:
     """Where each input of the advice comes from."""
     world, in_job = asked.workload.num_ranks, asked.measured_us > 0 and not asked.waiting
     rows: list[tuple[str, Knowledge, str]] = []
     if asked.waiting:
         steps = min(one.steps for one in asked.waiting)
-        rows.append(
-            (
-                "step and waiting",
-                "measured",
-                f"the median of {steps} step{'s' * (steps > 1)}, {asked.ranks} of {world} ranks",
-            )
-        )
-        rows.append(("compute", "measured", "the kernels of the trace"))
+        how = f"the median of {steps} step{'s' * (steps > 1)}, {asked.ranks} of {world} ranks"
+        rows.append(("step and waiting", "measured", how))
+        works = "kernels" if asked.gpu else "CPU operators"
+        rows.append(("compute", "measured", f"the {works} of the trace"))
     elif in_job:
         rows.append(("step", "measured", "the median iteration of the job"))
-        rows.append(("waiting", "assumed", "simulated, with the compute that was recorded"))
+        left = "at most what the compute that was recorded leaves of the step"
+        rows.append(("waiting", "assumed", left if unusable else "simulated, with the compute that was recorded"))
         rows.append(("compute", "measured", "recorded in the job"))
     else:
         rows.append(("step and waiting", "assumed", "simulated: there is no trace"))
@@ -255,7 +306,7 @@ def _inputs(asked: _Step, machine: Cluster | None, factors: dict[str, float]) ->
         rows.append(("times of collectives", "measured", f"the simulated ones are scaled to them, by {scaled}"))
     elif machine is not None:
         rows.append(("times of collectives", "assumed", "simulated on the cluster"))
-    rows.append(("cluster", *_about_cluster(machine)))
+    rows.append(("cluster", "measured", "probed by the job") if probed else ("cluster", *_about_cluster(machine)))
     return tuple(InputKnowledge(what=what, known=known, how=how) for what, known, how in rows)
 
 
@@ -266,35 +317,3 @@ def _about_cluster(machine: Cluster | None) -> tuple[Knowledge, str]:
     if assumed:
         return "assumed", f"{machine.name}: {'; '.join(assumed)}"
     return "given", machine.name
-
-
-def _confidence(asked: _Step, machine: Cluster, model_us: float) -> tuple[Confidence, str]:
-    """How far to believe the gains, and why."""
-    real_us = max((one.step_us for one in asked.waiting), default=asked.measured_us)
-    if not real_us:
-        return "low", "nothing was measured: record a trace of some steps"
-    off = model_us / real_us - 1 if real_us > 0 else 0.0
-    said = f"the model's step is {format_us(model_us)}, {off:+.0%} of the measured one"
-    if abs(off) > FAR:
-        return "low", said
-    alone = 0 < asked.ranks < asked.workload.num_ranks
-    few = _few_steps(asked)
-    if abs(off) > CLOSE or alone or few:
-        missing = f"; {asked.ranks} ranks' traces stand for all" if alone else ""
-        return "medium", said + missing + few
-    return "high", said
-
-
-def _confidence_alone(asked: _Step) -> tuple[Confidence, str]:
-    """How far to believe what a trace says without a cluster, and why."""
-    if not asked.waiting:
-        why = "nothing was measured and there is no cluster"
-        return ("low", why) if asked.workload.comm_ops else ("high", why)
-    few = _few_steps(asked)
-    return "medium" if few else "high", "the waiting was measured" + few
-
-
-def _few_steps(asked: _Step) -> str:
-    """What to say of a trace with fewer steps than a median needs; empty where there are enough."""
-    steps = min((one.steps for one in asked.waiting), default=FEW_STEPS)
-    return f"; of {steps} step{'s' * (steps > 1)} only: record {FEW_STEPS} to 10" if steps < FEW_STEPS else ""

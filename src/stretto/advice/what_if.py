@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,7 +24,7 @@ from ..planner.tuner_csv import MAX_BYTES, TunerLine, tuner_lines
 from ..planner.tuner_gain import with_tuner_alone
 from ..units import MIB
 from ..workload import Workload
-from .advice import AdvisedChange
+from .advice import WORTHWHILE, AdvisedChange
 from .buckets import CAPS, accumulated, gradient_buckets, rebucketed
 
 SLOWER = 1.25
@@ -62,6 +64,33 @@ def measured_factors(workload: Workload, cluster: Cluster, alone: float = 1.0) -
     Returns:
         By channels joined with ``+``, the ratio of the sums; empty where nothing was measured.
     """
+    sums = _measured_sums(workload, cluster, alone)
+    return {key: min(max(real / model, LEAST), MOST) for key, (real, model) in sums.items() if model > 0}
+
+
+def beyond_factors(workload: Workload, cluster: Cluster, alone: float = 1.0) -> str:
+    """What to say where collectives took so much longer, or shorter, than simulated that no factor is that large.
+
+    Args:
+        workload: as for `measured_factors`.
+        cluster: the cluster as it was described.
+        alone: as for `measured_factors`.
+
+    Returns:
+        The reason why the cluster is not the one of the measurement; empty where all that takes long is in range.
+    """
+    sums = _measured_sums(workload, cluster, alone)
+    total_us = sum(real for real, _ in sums.values())
+    for key, (real, model) in sums.items():
+        if model > 0 and real > WORTHWHILE * total_us and not LEAST < real / model < MOST:
+            times = f"more than {MOST:g} times" if real > model else f"less than 1/{MOST:g} of the time"
+            as_long = "as long as" if real > model else "that"
+            return f"collectives took {times} {as_long} {cluster.name} lets expect of {key}: it is another network"
+    return ""
+
+
+def _measured_sums(workload: Workload, cluster: Cluster, alone: float) -> dict[str, list[float]]:
+    """By channels: the measured time of all collectives together, and the simulated one."""
     problem = _defaults(workload, cluster, simulated_costs(cluster))
     sums: dict[str, list[float]] = {}
     for op in workload.comm_ops:
@@ -72,7 +101,7 @@ def measured_factors(workload: Workload, cluster: Cluster, alone: float = 1.0) -
             took_us = alone * op.duration_us
             both[0] += max(took_us - task.launch_us, LEAST * took_us)
             both[1] += task.duration_us - task.launch_us
-    return {key: min(max(real / model, LEAST), MOST) for key, (real, model) in sums.items() if model > 0}
+    return sums
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,6 +112,10 @@ class WhatIf:
     cluster: Cluster
     gpu: bool
     factors: dict[str, float]
+    probed: bool = False
+    """Whether the cluster was probed rather than described."""
+    step_us: float = 0.0
+    """The step as it was measured, the base of all times; 0 where it was not: then the model's is."""
     until: float = float("inf")
     """The moment (`time.monotonic`) after which no further variants are tried."""
 
@@ -111,7 +144,8 @@ class WhatIf:
             The change.
         """
         gain = self.now.period_us / step_us if step_us > 0 else 1.0
-        return AdvisedChange(effort=effort, name=name, how=how, step_us=step_us, gain=gain, **rest)
+        shown_us = self.step_us / gain if self.step_us else step_us
+        return AdvisedChange(effort=effort, name=name, how=how, step_us=shown_us, gain=gain, **rest)
 
     def described_links(self) -> Iterator[AdvisedChange]:
         """The step if the network did what the description says, where collectives were clearly slower than that."""
@@ -120,13 +154,13 @@ class WhatIf:
             return
         found = as_submitted_us(self.workload, self.cluster, simulated_costs(self.cluster))
         setting = "NCCL_IB_HCA, NCCL_SOCKET_IFNAME, NCCL_NET_GDR_LEVEL" if self.gpu else "GLOO_SOCKET_IFNAME"
-        own = "" if self.gpu else "; or gloo's algorithms"
-        measure = "Gloo's algorithms may be the reason: `stretto run -- COMMAND` measures the job on Stretto's as well."
+        own = "NCCL's algorithms" if self.gpu else "gloo's algorithms"
+        what, itself = ("probed", "") if self.probed else ("described", ", the description itself")
         yield self.change(
-            "environment", "the network as described",
-            f"find out why collectives take {worst:.1f} times as long as the description lets expect: the interface "
-            f"({setting}), the fabric, or the description itself{own}", found.period_us,
-            diagnosis=True, note="a fault to look for, not a setting", find_out="" if self.gpu else measure,
+            "environment", f"the network as {what}",
+            f"find out why collectives take {worst:.1f} times as long as the network as {what} lets expect: {own}, the "
+            f"interface ({setting}), the fabric{itself}", found.period_us,
+            diagnosis=True, note="a fault to look for, not a setting",
         )  # fmt: skip
 
     def library_algorithms(self) -> Iterator[AdvisedChange]:
@@ -222,7 +256,7 @@ class WhatIf:
 
 
 def with_names(change: AdvisedChange, step: str, cluster: str) -> AdvisedChange:
-    """The change with the user's own words for STEP and CLUSTER in its commands.
+    """The change with the user's own words for STEP and CLUSTER in its commands, quoted for a shell.
 
     Args:
         change: The change.
@@ -232,5 +266,5 @@ def with_names(change: AdvisedChange, step: str, cluster: str) -> AdvisedChange:
     Returns:
         The same change with other text.
     """
-    quoted = f'"{cluster}"' if " " in cluster else cluster
-    return replace(change, how=change.how.replace("STEP", step).replace("CLUSTER", quoted))
+    words = {"STEP": shlex.quote(step), "CLUSTER": shlex.quote(cluster)}
+    return replace(change, how=re.sub("STEP|CLUSTER", lambda found: words[found[0]], change.how))

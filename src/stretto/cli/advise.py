@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
-from ..advice import StepAdvice
+from ..advice import BackendTrial, StepAdvice
 from ..advice import advise as make_advice
 from ..control.messages import decode_captured
+from ..control.split import GainSplit
 from ..errors import InvalidInput, probably_meant
 from ..report.advice_html import write_advice_html
 from ..report.advice_text import advice_page
@@ -22,6 +23,8 @@ from .options import BudgetOption, HtmlOption, JsonOption, OptionalCluster, Seed
 from .outputs import OutputFiles, output
 from .plan import search_progress
 
+PROBED = ("probed", "timed")
+"""Names of clusters that a job has measured by itself."""
 RECORDED = (".json", ".gz", ".yaml", ".yml", ".et")
 """Endings of traces and workload files; anything else that is no directory is a command."""
 
@@ -118,11 +121,25 @@ def _of_job(
             workload, machine if cluster is None else cluster, budget_s=budget, steps=steps, seed=seed, progress=tell,
             gpu=job is not None and job.split.own == "nccl",
             measured_us=timing.median_us if timing is not None else 0.0,
+            probed=cluster is None and machine.name in PROBED, trial=None if job is None else _trial(job.split),
         )  # fmt: skip
     for line in [] if job is None else gain_lines(job.split):
         say(f"stretto: {line}", error=True)
     _finish(found, plan_file, html, rows)
     return code
+
+
+def _trial(split: GainSplit) -> BackendTrial | None:
+    """What a job has measured of itself under `stretto run`, beside itself unchanged."""
+    ways = {"backend": ("our backend, plain order", split.backend), "plan": ("the plan", split.plan)}
+    known = [ways[split.kept]] if split.kept in ways else list(ways.values())
+    tried = [(timing.median_us, name) for name, timing in known if timing is not None]
+    if split.unchanged is None or not tried:
+        return None
+    tried_us, name = min(tried)
+    return BackendTrial(
+        own=split.own, own_us=split.unchanged.median_us, tried=name, tried_us=tried_us, kept=split.kept in ways
+    )
 
 
 def _finish(found: StepAdvice, plan_file: Path | None, html: Path | None, rows: Path | None) -> None:

@@ -70,7 +70,7 @@ def run(
     Examples:
       stretto lab run --hosts 2 --ranks 4 --uplink 200mbit -- python train.py
       stretto lab run --uplink rdma=400mbit --uplink eth=200mbit -- python a.py
-      stretto lab run --order interleaved --uplink eth=50MB -- python train.py
+      stretto lab run --order interleaved --uplink eth=50MB/s -- python train.py
       stretto lab run --hosts 3 --ranks 1 --uplink 1gbit,1gbit,100mbit -- ./a
     """
     if timeout is not None and not 0 < timeout < 1e7:

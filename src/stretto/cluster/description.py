@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InvalidInput, unknown
+from ..units import parse_rate
 from .model import Cluster
 from .wiring import (
     ETHERNET_ALPHA_US,
@@ -66,13 +67,6 @@ GPUS = {
 """From data sheets; SXM boards where there are several (a PCIe card has no NVSwitch)."""
 
 _COUNTED = re.compile(r"(?:([0-9]{1,6})\s*[xX×*]\s*)?(\S.*)")
-_RATE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([A-Za-z/]*)")
-_BITS = ("bit", "bit/s", "bits/s", "b/s", "bps", "b", "be", "")
-_BYTES = ("B/s", "Bps", "byte/s", "bytes/s")
-_RATES = {f"{prefix}{unit}": size / 8 for prefix, size in (("g", 1.0), ("m", 1e-3)) for unit in _BITS} | {
-    f"{prefix}{unit}": size for prefix, size in (("g", 1.0), ("m", 1e-3)) for unit in _BYTES
-}
-"""GB/s for each unit; networks are sold in bits per second, so a bare G is a gigabit."""
 
 
 def looks_like(text: str) -> bool:
@@ -145,13 +139,10 @@ def read(data: dict[str, Any], name: str) -> Cluster:
 
 def _network(value: object, gpus: int) -> tuple[int, float]:
     nics, text = _counted(value, "network")
-    match = _RATE.fullmatch(text)
-    # The case of the first letter does not count, that of the B does: 25 GB/s are bytes, 25 Gb/s bits.
-    unit = "" if match is None else match[2][:1].lower() + match[2][1:]
-    unit = unit if unit.endswith(("B/s", "Bps")) else unit.lower()
-    if match is None or unit not in _RATES:
-        raise InvalidInput(f"network: must be a rate such as 8 x 400gbit or 25 GB/s, not {str(value)[:60]!r}")
-    rate = float(match[1]) * _RATES[unit]
+    try:
+        rate = parse_rate(text) / 8e9
+    except InvalidInput as error:
+        raise InvalidInput(f"network: {error}") from None
     if not 0 < rate <= 1e6:
         raise InvalidInput(f"network: {text}: must be more than 0 and at most a million GB/s")
     if gpus % nics and nics % gpus:

@@ -13,7 +13,7 @@ from typing import Self
 from ..cluster import Cluster
 from ..errors import InvalidInput, unknown
 from .job import LabJob, LabResult, OnLine
-from .layout import LabLayout, parse_rate
+from .layout import LabLayout, lab_rate
 from .network import LabNetwork, tool
 from .processes import ABOUT, LAB, new_name
 
@@ -115,7 +115,7 @@ class Lab:
         Args:
             channel: name of one of the lab's channels.
             host: index of the host, 0..hosts-1.
-            rate: the new rate in both directions, 1mbit to 40gbit, as `parse_rate` reads it.
+            rate: the new rate in both directions, 1mbit to 40gbit, such as ``50mbit`` or ``50MB/s``.
 
         Raises:
             InvalidInput: the channel is unknown, or the host or rate out of range.
@@ -125,7 +125,7 @@ class Lab:
         if channel not in found:
             raise unknown("channel", channel, found)
         self._check_host(host)
-        self._open.reshape(self.layout, found[channel], host, parse_rate(rate))
+        self._open.reshape(self.layout, found[channel], host, lab_rate(rate))
 
     def enter(self, host: int) -> list[str]:
         """The beginning of a command line that runs the command after it on a host; for launchers such as mpirun."""

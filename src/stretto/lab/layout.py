@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..cluster import Cluster
 from ..cluster.wiring import Wiring
 from ..errors import InvalidInput, unknown
-from ..units import GB, KB, MB
+from ..units import parse_rate
 
 ORDERS = ("host", "interleaved")
 SHAPERS = ("tbf", "htb")
@@ -32,27 +32,21 @@ TCP_ALPHA_US = 10.0
 """Assumed by `LabLayout.cluster`: rate and latency between ranks of one host (shared memory), and the latency of one
 TCP message between hosts, which is half of the shortest round trip that benchmarks/lab.py found."""
 
-_UNITS = {"kbit": KB, "mbit": MB, "gbit": GB, "KB": 8 * KB, "MB": 8 * MB, "GB": 8 * GB}
 
+def lab_rate(text: str) -> int:
+    """Bits per second of a rate that a lab can shape, as `stretto.units.parse_rate` reads it.
 
-def parse_rate(text: str) -> int:
-    """Bits per second from a rate in bits or, with a capital B, in bytes (per second).
-
-    >>> parse_rate("400mbit"), parse_rate("1.5gbit"), parse_rate("50MB")
+    >>> lab_rate("400mbit"), lab_rate("1.5gbit"), lab_rate("50MB/s")
     (400000000, 1500000000, 400000000)
     """
-    match = re.fullmatch(r"\s*([0-9]{1,12}(?:\.[0-9]{1,9})?)\s*([a-zA-Z]+)(?:/s)?\s*", text)
-    unit = None if match is None else _UNITS.get(match[2] if match[2].endswith("B") else match[2].lower())
-    if match is None or unit is None:
-        raise InvalidInput(f"rate {text!r}: expected a number with one of {', '.join(_UNITS)}, such as 400mbit or 50MB")
-    rate = round(float(match[1]) * unit)
+    rate = round(parse_rate(text))
     if not MIN_BITS_PER_S <= rate <= MAX_BITS_PER_S:
         raise InvalidInput(f"rate {text!r}: must be 1mbit to 40gbit")
     return rate
 
 
 def format_rate(bits_per_s: int) -> str:
-    """A rate in the form that `parse_rate` reads.
+    """A rate in the form that `lab_rate` reads.
 
     >>> format_rate(400_000_000), format_rate(1_500_000_000)
     ('400mbit', '1.5gbit')
@@ -245,7 +239,7 @@ def _channel(name: str, index: int, text: str, hosts: int) -> LabChannel:
     if not re.fullmatch("[a-z][a-z0-9_]{0,11}", name) or name in ("lo", "shm"):
         raise InvalidInput(f"uplink {name!r}: a channel's name has up to 12 of a-z, 0-9 and _, and is not lo or shm")
     try:
-        rates = tuple(parse_rate(part) for part in text.split(",", MAX_HOSTS))
+        rates = tuple(lab_rate(part) for part in text.split(",", MAX_HOSTS))
     except InvalidInput as error:
         raise InvalidInput(f"uplink {name}: {error}") from None
     if len(rates) not in (1, hosts):

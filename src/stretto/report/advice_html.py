@@ -36,8 +36,8 @@ def write_advice_html(path: str | Path, advice: StepAdvice) -> None:
     table = f"{bars}<table>{rows}</table>"
     sections.append(Section(heading="The step as it is", note=note if advice.waiting else "", body=table))
     if advice.changes:
-        note = "Each change by itself, simulated like the step as it is. The dashed line is the lower bound."
-        body = _changes_bars(advice) + table_html(changes_table(advice.changes))
+        note = "Each change by itself. The dashed line is the lower bound with the buckets as they are."
+        body = _changes_bars(advice) + table_html(changes_table(advice))
         sections.append(Section(heading="What each change would gain", note=note, body=body))
     if advice.advised:
         items = "".join(
@@ -61,7 +61,7 @@ def _waiting_bars(advice: StepAdvice) -> str:
 
 
 def _changes_bars(advice: StepAdvice) -> str:
-    rows = [("as it is", advice.model_us, PAUSES)]
+    rows = [("as it is", advice.step_us, PAUSES)]
     rows += [(one.name, one.step_us, color(2 if one.worthwhile else 0)) for one in advice.changes]
     bars = [(name, [("step", us, tint)], format_us(us)) for name, us, tint in rows]
     label = "The step with each change, and the lower bound"

@@ -26,6 +26,7 @@ from ..costs.costs import (
     simulator_of,
 )
 from ..costs.measured import NCCL, LayeredCosts, MeasuredCosts
+from ..placement import placement
 from ..schedule.problem import MotifTask, Option, PlanProblem
 from ..schedule.shared_links import with_shared_links
 from .rewrites import Groups, MotifStage, Rewrite, Steps, rewrites
@@ -105,6 +106,8 @@ def problem(
     how, notes = _sources([made[first.name] for first, *_ in alike.values()], cluster, model)
     if late:
         notes += (f"costs: {late} of {len(turns)} kinds of comm-ops have their default option only, for want of time",)
+    if placed := placement(workload.num_ranks, cluster):
+        notes += (f"warning: {placed}",)
     found = with_shared_links(workload, found, partial(_loads, costs=simulator_of(model)))
     return PlanProblem(workload=workload, options=found, costs=how, notes=(*cluster.notes, *notes))
 
