@@ -119,7 +119,10 @@ class Controller:
         if request.protocol != PROTOCOL:
             raise InvalidInput(f"protocol: this controller speaks version {PROTOCOL}, not {request.protocol}")
         kept = self._plans.load(request.key) if self._plans is not None else None
-        return RecallReply() if kept is None else RecallReply(captured=kept.captured, on_own=kept.on_own)
+        if kept is not None:
+            return RecallReply(captured=kept.captured, on_own=kept.on_own)
+        why = self._plans.why_none(request.key, request.identity) if self._plans is not None else "plans are not kept"
+        return RecallReply(why=why[:2000])
 
     def pulse(self, pulse: Pulse) -> PulseReply:
         """Compare a rank with the others of its job."""
