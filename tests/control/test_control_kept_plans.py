@@ -252,6 +252,9 @@ def test_a_rank_takes_only_the_step_that_it_calls() -> None:
 
     controller = Controller(start=never)
     link, aside = Link(), Alone()
+    odd: Any = IDENTITY | {"PyTorch": object()}
+    found, why = recall(odd, calls, link, Store(), aside, 0, None)  # type: ignore[arg-type]
+    assert found is None and "object" in why, "other ranks would wait for the answer for ever"
     try:
         asked: list[tuple[bytes | None, tuple[SubmittedCall, ...], str]] = [
             (None, calls, "the controller did not answer"),
@@ -301,6 +304,7 @@ def test_a_restart_on_the_same_hosts_is_the_same_job_and_every_other_one_is_not(
     first = identity(["boot1:4026532001", "boot1:4026532002"], monkeypatch)
     assert key_of(identity(["boot2:4026532777", "boot2:4026532778"], monkeypatch)) == key_of(first)
     assert len(key_of(first)) == 32 and not key_of({})
+    assert decode(encode(RecallRequest(key=key_of(first), identity=first)), RecallRequest).identity == first
     others = {
         "one host": identity(["a", "a"], monkeypatch), "other names": identity(["a", "b"], monkeypatch, names="ac"),
         "other calls": identity(["a", "b"], monkeypatch, nbytes=8),

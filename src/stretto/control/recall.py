@@ -148,7 +148,7 @@ def identity_of(
 
     known = list(dict.fromkeys(hosts))
     return {
-        SCRIPT: script, "stretto": __version__, "PyTorch": torch.__version__, "backend": OWN_BACKEND.asked,
+        SCRIPT: script, "stretto": __version__, "PyTorch": str(torch.__version__), "backend": OWN_BACKEND.asked,
         RANKS_OF_HOSTS: " ".join(str(known.index(host)) for host in hosts)[:MAX_TEXT], NAMES: f"{names:x}",
         CALLS: f"{together:x}", **{name: os.environ.get(name, "")[:MAX_TEXT] for name in NETWORK},
     }  # fmt: skip
@@ -193,12 +193,14 @@ def recall(
         What was left, if all ranks find their calls in it; else why there is nothing to begin with, in words.
     """
     if rank == 0:
-        said = b""
         try:
             request = RecallRequest(key=key_of(identity), identity=dict(identity))
             said = link.call(RECALL, encode(request), timeout_s=CALL_S)
         except StrettoError:
             said = encode(RecallReply(why="the controller did not answer"))
+        except Exception as error:
+            # The other ranks wait for this answer, whatever becomes of the question.
+            said = encode(RecallReply(why=f"{type(error).__name__}: {error}"[:MAX_TEXT]))
         store.set("reply", said)
     found, why = None, "the controller's answer cannot be read"
     try:
