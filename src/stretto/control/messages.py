@@ -155,6 +155,13 @@ class RecallRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What the key stands for."""
 
 
+class HushRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What `stretto run` says when a signal is to end its job: ranks that go from here on are no hang."""
+
+    protocol: Annotated[int, Meta(ge=0, le=1 << 16)] = PROTOCOL
+    job: Name
+
+
 class RecallReply(msgspec.Struct, frozen=True, kw_only=True):
     """The step and the cluster that a plan is kept for; None where none is."""
 
