@@ -9,8 +9,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 SCRIPT = Path(__file__).parents[1] / "jobs" / "hang_job.py"
 RANKS = 2
@@ -68,6 +71,34 @@ def test_hangs_are_named_with_call_and_place(tmp_path: Path) -> None:
     assert "rank 1: broadcast of 4000 bytes from root 0 at" in differs
     assert line_of("differs here") in differs
     assert line_of("differs there") in differs
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_no_hang_is_named_once_a_signal_has_come(tmp_path: Path, number: int) -> None:
+    """The job ends slowly, one rank well before the other."""
+    ranks = [f"RANK={rank} {sys.executable} {SCRIPT} {tmp_path} & rank{rank}=$!" for rank in range(RANKS)]
+    ends = "trap 'kill -9 $rank1; sleep 6; kill -9 $rank0; touch ended; exit 3' INT TERM"
+    environment = os.environ | {"WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1"}
+    script = "; ".join([f"cd {tmp_path}", *ranks, ends, "wait; wait; wait"])
+    job = subprocess.Popen(
+        [sys.executable, "-m", "stretto", "run", "--", "bash", "-c", script],
+        env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    limit = threading.Timer(LIMIT_S, with_group, (job.pid, signal.SIGKILL))
+    limit.start()
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while not all((tmp_path / f"pid{rank}").exists() for rank in range(RANKS)):
+            assert time.monotonic() < deadline and job.poll() is None
+            time.sleep(0.05)
+        time.sleep(2.0)
+        job.send_signal(number)
+        _, said = job.communicate()
+    finally:
+        limit.cancel()
+        with_group(job.pid, signal.SIGKILL)
+    assert job.returncode == 3 and (tmp_path / "ended").exists(), said
+    assert "gone" not in said, said
 
 
 def with_group(group: int, number: int) -> None:

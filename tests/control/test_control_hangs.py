@@ -309,6 +309,34 @@ def test_every_pair_of_different_calls_is_found() -> None:
         assert world.kinds == [DIFFERS], (op, other)
 
 
+def test_ranks_that_go_because_of_a_signal_are_no_hang() -> None:
+    world = World(2)
+    world.all_call()
+    world.call(0)
+    world.pass_time(NAMED_S)
+    assert world.kinds == [BEHIND]
+    # Seen before the signal is heard of, which caused it.
+    world.processes[1] = GONE
+    world.watch.look()
+    assert world.kinds == [BEHIND, GONE]
+    world.watch.hush()
+    world.pass_time(NAMED_S)
+    world.processes[0] = GONE
+    world.pass_time(NAMED_S)
+    assert world.kinds == [BEHIND], "what was named before stays"
+    assert not [line for line in world.said if "gone" in line]
+
+
+def test_a_rank_that_was_lost_well_before_a_signal_stays_named() -> None:
+    world = World(2)
+    world.all_call()
+    world.pass_time(1.0)
+    world.processes[1] = GONE
+    world.pass_time(3.0)
+    world.watch.hush()
+    assert world.kinds == [GONE] and [line for line in world.said if "gone" in line]
+
+
 def test_controller_keeps_hangs_of_jobs_that_record_nothing() -> None:
     controller = Controller()
     try:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -29,7 +30,7 @@ from stretto.control.messages import (
     encode_plan,
 )
 from stretto.control.metrics import prometheus_text
-from stretto.control.recall import StepTally, fits, recall
+from stretto.control.recall import NETWORK, StepTally, fits, identity_of, key_of, recall
 from stretto.control.worker import PlanReply, PlanRequest
 from stretto.errors import PeerLost
 from stretto.runtime.enforcer.report import EnforcerReport, MotifReport
@@ -39,6 +40,7 @@ from stretto.workload.dag import Dep, Op, Workload
 RANKS = 2
 STEP, CLUSTER = toy_workload(RANKS), toy_cluster(RANKS)
 KEY = "0123456789abcdef" * 2
+IDENTITY = {"script": "train.py", "PyTorch": "2.9"}
 Start = Callable[[PlanRequest], Ready]
 
 
@@ -250,23 +252,90 @@ def test_a_rank_takes_only_the_step_that_it_calls() -> None:
 
     controller = Controller(start=never)
     link, aside = Link(), Alone()
+    odd: Any = IDENTITY | {"PyTorch": object()}
+    found, why = recall(odd, calls, link, Store(), aside, 0, None)  # type: ignore[arg-type]
+    assert found is None and "object" in why, "other ranks would wait for the answer for ever"
     try:
-        asked: list[tuple[bytes | None, tuple[SubmittedCall, ...], object]] = [
-            (None, calls, (None, False)), (b"nonsense", calls, (None, True)),
-            (encode(controller.recall(RecallRequest(key=KEY))), calls, (None, False)),
+        asked: list[tuple[bytes | None, tuple[SubmittedCall, ...], str]] = [
+            (None, calls, "the controller did not answer"),
+            (b"nonsense", calls, "the controller's answer cannot be read"),
+            (encode(controller.recall(RecallRequest(key=KEY))), calls, "plans are not kept"),
         ]  # fmt: skip
-        for said, mine, expected in asked:
+        for said, mine, why in asked:
             link.said = said
-            assert recall(KEY, mine, link, Store(), aside, 0, None) == expected  # type: ignore[arg-type]
+            assert recall(IDENTITY, mine, link, Store(), aside, 0, None) == (None, why)  # type: ignore[arg-type]
         kept = one()
         link.said = encode(RecallReply(captured=kept.captured, on_own=True))
-        found, there = recall(KEY, calls, link, Store(), aside, 0, None)  # type: ignore[arg-type]
-        assert there and found is not None
+        found, why = recall(IDENTITY, calls, link, Store(), aside, 0, None)  # type: ignore[arg-type]
+        assert not why and found is not None
         assert (found.workload.digest, found.cluster.digest, found.on_own) == (STEP.digest, CLUSTER.digest, True)
         for mine, given in ((calls * 2, None), (calls, toy_cluster(3))):
-            assert recall(KEY, mine, link, Store(), aside, 0, given) == (None, True)  # type: ignore[arg-type]
+            found, why = recall(IDENTITY, mine, link, Store(), aside, 0, given)  # type: ignore[arg-type]
+            assert found is None and "is for another step, or another cluster" in why
     finally:
         controller.close()
+
+
+class Together:
+    """Side groups of two ranks that are asked one after the other: adds up what both say."""
+
+    def __init__(self) -> None:
+        self.total: list[int] = []
+
+    def sums(self, numbers: list[int]) -> list[int]:
+        self.total = [a + int(b) for a, b in zip(self.total or [0] * len(numbers), numbers, strict=True)]
+        return [number % 2**64 for number in self.total]
+
+
+def identity(hosts: list[str], monkeypatch: pytest.MonkeyPatch, names: str = "ab", **calls: Any) -> dict[str, str]:
+    aside, found = Together(), {}
+    for rank in range(2):
+        monkeypatch.setattr("socket.gethostname", lambda rank=rank: names[rank])
+        found = identity_of((submitted(**calls),), aside, "train.py", rank, hosts)  # type: ignore[arg-type]
+    return found
+
+
+def test_a_restart_on_the_same_hosts_is_the_same_job_and_every_other_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in NETWORK:
+        monkeypatch.delenv(name, raising=False)
+    # The second part is the number of a network namespace, which every start of a lab or a container has anew.
+    first = identity(["boot1:4026532001", "boot1:4026532002"], monkeypatch)
+    assert key_of(identity(["boot2:4026532777", "boot2:4026532778"], monkeypatch)) == key_of(first)
+    assert len(key_of(first)) == 32 and not key_of({})
+    assert decode(encode(RecallRequest(key=key_of(first), identity=first)), RecallRequest).identity == first
+    others = {
+        "one host": identity(["a", "a"], monkeypatch), "other names": identity(["a", "b"], monkeypatch, names="ac"),
+        "other calls": identity(["a", "b"], monkeypatch, nbytes=8),
+    }  # fmt: skip
+    monkeypatch.setenv("STRETTO_LAB_RATES", "eth=100mbit")
+    others["other uplinks"] = identity(["a", "b"], monkeypatch)
+    assert len({key_of(first), *map(key_of, others.values())}) == 1 + len(others)
+
+
+def test_the_controller_says_why_no_kept_plan_fits(tmp_path: Path) -> None:
+    kept, good = KeptPlans(tmp_path / "plans"), one()
+    assert kept.why_none(KEY, IDENTITY) == "no plan is kept for train.py"
+    captured = encode_captured(STEP, CLUSTER, 7.0, KEY, identity=IDENTITY)
+    kept.save(msgspec.structs.replace(good, captured=captured))
+    controller = Controller(start=never, plans=tmp_path / "plans")
+    try:
+        asked = {
+            "was made with other PyTorch (2.9 then, 2.10 now)": {"script": "train.py", "PyTorch": "2.10"},
+            "was made with other calls of an iteration": IDENTITY | {"calls of an iteration": "1f"},
+            "no plan is kept for eval.py": {"script": "eval.py", "PyTorch": "2.9"},
+        }
+        for why, now in asked.items():
+            reply = controller.recall(RecallRequest(key=key_of(now), identity=now))
+            assert reply.captured is None and reply.why.endswith(why), reply.why
+        found = controller.recall(RecallRequest(key=KEY, identity=IDENTITY))
+        assert found.captured is not None and not found.why
+    finally:
+        controller.close()
+    (tmp_path / "plans" / f"{KEY}.plan.json").write_text("{")
+    assert "cannot be used" in kept.why_none(KEY, IDENTITY)
+    assert kept.why_none("f" * 32, IDENTITY) == "no plan is kept for train.py"
 
 
 def test_a_plan_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

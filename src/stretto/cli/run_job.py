@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
 import signal
 import subprocess
 import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -17,8 +20,8 @@ import typer
 from ..control import inject_folder
 from ..control.controller_process import ControllerProcess
 from ..control.hangs import GONE
-from ..control.messages import CapturedStep, JobStatus, Status
-from ..control.transport import ControllerConnection, from_environment
+from ..control.messages import CapturedStep, HushRequest, JobStatus, Status, encode
+from ..control.transport import HUSH, ControllerConnection, from_environment
 from ..errors import InvalidInput, StrettoError
 from ..files import write_file
 from ..report.enforced_html import write_enforced_html
@@ -31,6 +34,7 @@ from .status import hang_line, state
 
 CANNOT_RUN, NOT_FOUND = 126, 127
 """What a shell says."""
+HUSH_S = 2.0
 
 
 def run(
@@ -76,7 +80,7 @@ def run(
         name = _job_name(command)
         memory = StatusWatcher(lambda: _other(*given), name)
         memory.start()
-        code = _run(command, controller, token_file.absolute(), name)
+        code = _run(command, controller, token_file.absolute(), name, ends=lambda: _hush(*given, name))
         _tell_of_other(*memory.last_words(), html, rows)
         raise typer.Exit(code)
 
@@ -130,7 +134,8 @@ def recorded_run(
         said: list[Status] = []
         try:
             _say(f"to look on: stretto status --address {own.address} --token-file {own.token_path}")
-            code = _run(command, own.address, own.token_path, _job_name(command), _buckets(command, plans))
+            name, buckets = _job_name(command), _buckets(command, plans)
+            code = _run(command, own.address, own.token_path, name, buckets, ends=own.job_ends)
         finally:
             said = own.close()
         return code, _last_status(said), own.captured()
@@ -157,8 +162,11 @@ def _buckets(command: list[str], plans: Path | None) -> dict[str, str]:
     return {OPTION: kept_size(plans, command)} if asked() else {}
 
 
-def _run(command: list[str], address: str, token_path: Path, name: str, more: dict[str, str] | None = None) -> int:
-    """The job, with everything it needs to find us; signals that end us end it first."""
+def _run(
+    command: list[str], address: str, token_path: Path, name: str, more: dict[str, str] | None = None, *,
+    ends: Callable[[], None],
+) -> int:  # fmt: skip
+    """The job, with everything it needs to find us; signals that end us end it first, and `ends` is called."""
     path = [str(inject_folder()), *filter(None, [os.environ.get("PYTHONPATH", "")])]
     environment = (
         os.environ
@@ -180,9 +188,11 @@ def _run(command: list[str], address: str, token_path: Path, name: str, more: di
         return CANNOT_RUN
 
     def forward(number: int, _: object) -> None:
+        ends()
         process.send_signal(number)
 
     def interrupted(number: int, _: object) -> None:
+        ends()
         # A terminal sends Ctrl-C to the job as well, and torchrun takes a second one for impatience.
         if not _in_foreground():
             process.send_signal(number)
@@ -214,6 +224,20 @@ def _other(address: str, token_file: Path) -> ControllerConnection:
     link = from_environment({**os.environ, "STRETTO_CONTROLLER": address, "STRETTO_TOKEN_FILE": str(token_file)})
     assert link is not None
     return link
+
+
+def _hush(address: str, token_file: Path, name: str) -> None:
+    """Tell a controller that is not ours that the job is to end; whoever handles a signal does not wait for it."""
+
+    def tell() -> None:
+        with contextlib.suppress(StrettoError):
+            link = _other(address, token_file)
+            try:
+                link.call(HUSH, encode(HushRequest(job=name)), timeout_s=HUSH_S)
+            finally:
+                link.close()
+
+    threading.Thread(target=tell, name="stretto-hush", daemon=True).start()
 
 
 def _tell_of_other(job: JobStatus | None, gone: str, html: Path | None, rows: Path | None) -> None:

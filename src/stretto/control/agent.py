@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ..cluster import Cluster
@@ -74,11 +74,12 @@ class Agent:
         self._job, self._rank, self._size = job, rank, size
         self._every_s = every_s
         self._side = RankSide(epoch=epoch)
-        self._recorded: tuple[Workload, Cluster, float, str, tuple[OwnTime, ...]] | None = None
+        self._recorded: tuple[Workload, Cluster, float, str, tuple[OwnTime, ...], Mapping[str, str]] | None = None
         self._workload: Workload | None = None
         self._cluster: Cluster | None = None
         self._motif_us, self._key = 0.0, ""
         self._own_times: tuple[OwnTime, ...] = ()
+        self._identity: Mapping[str, str] = {}
         self._body: CapturedStep | None = None
         self._wanted = False
         self._beat = 0
@@ -115,7 +116,7 @@ class Agent:
 
     def captured(
         self, workload: Workload, cluster: Cluster, motif_us: float = 0.0, key: str = "",
-        own_times: tuple[OwnTime, ...] = (),
+        own_times: tuple[OwnTime, ...] = (), identity: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         """Tell of the training step; the same on all ranks.
 
@@ -125,10 +126,11 @@ class Agent:
             motif_us: What a motif costs at least.
             key: Under which the plan is kept for the next start of the job; empty: none is.
             own_times: What collectives of the job's own backend take, where plans run above it.
+            identity: What the key stands for.
         """
         # Training calls this, and must not wait while the agent loads a plan.
         self._profile = ""
-        self._recorded = (workload, cluster, motif_us, key, own_times)
+        self._recorded = (workload, cluster, motif_us, key, own_times, identity or {})
 
     def compared(
         self, *, own: Timing | None = None, backend: Timing | None = None, own_name: str = "", on_own: bool = False,
@@ -158,7 +160,7 @@ class Agent:
     def _state(self, leaving: bool) -> RankState:
         recorded, self._recorded = self._recorded, None
         if recorded is not None:
-            self._workload, self._cluster, self._motif_us, self._key, self._own_times = recorded
+            self._workload, self._cluster, self._motif_us, self._key, self._own_times, self._identity = recorded
             self._body = None
             self._side = captured(self._side, self._workload.digest, self._adapter())
         report = self._plane.report()
@@ -200,7 +202,9 @@ class Agent:
 
     def _captured(self) -> CapturedStep | None:
         if self._body is None and self._workload is not None and self._cluster is not None:
-            self._body = encode_captured(self._workload, self._cluster, self._motif_us, self._key, self._own_times)
+            self._body = encode_captured(
+                self._workload, self._cluster, self._motif_us, self._key, self._own_times, self._identity
+            )
         return self._body
 
     def _adapter(self) -> _Adapter:

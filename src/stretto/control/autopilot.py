@@ -37,7 +37,7 @@ from .inductor import tell_inductor
 from .marks import LOOK, MOST, USER, Marks, common, period_of
 from .own_times import kinds_of, own_cluster, own_small_us, own_times
 from .pulse import prepare, start_pulse, stop_pulse
-from .recall import Recalled, StepTally, fits, key_of, recall
+from .recall import Recalled, StepTally, fits, identity_of, key_of, recall
 from .transport import from_environment
 
 if TYPE_CHECKING:
@@ -152,7 +152,9 @@ class Autopilot:
         self._roll: IterationRollCall | None = IterationRollCall(c10d.PrefixStore("roll", store), self.rank, self.size)
         self._recall_store = c10d.PrefixStore("recall", store)
         self._tally = StepTally()
-        self._key, self._may_recall = "", True
+        self._identity: dict[str, str] = {}
+        """What the plan is kept under for the next start; empty: none is kept."""
+        self._may_recall = True
         self._comparison: Comparison | None = None
         self._workload: Workload | None = None
         self._misses = 0
@@ -357,16 +359,17 @@ class Autopilot:
         self._may_recall = False
         world: Any = dist.group.WORLD
         calls = self._tally.calls
-        self._key = key_of(calls, self._aside, _script(), self.rank, [card.host for card in world.cards])
-        if not self._key:
+        hosts = [card.host for card in world.cards]
+        self._identity = identity_of(calls, self._aside, _script(), self.rank, hosts)
+        if not self._identity:
+            self._say("no kept plan is used, and none will be kept: the first iterations were not alike")
             return False
         assert self._link is not None
-        found, there = recall(
-            self._key, calls, self._link, self._recall_store, self._aside, self.rank, world.engine.selector.cluster
+        found, why = recall(
+            self._identity, calls, self._link, self._recall_store, self._aside, self.rank, world.engine.selector.cluster
         )  # fmt: skip
         if found is None:
-            if there:
-                self._say("a plan of an earlier start is not for this step, which is recorded")
+            self._say(f"no kept plan is used, so the step is recorded: {why}")
             return False
         self._cluster, self._motif_us, self._workload = found.cluster, found.motif_us, found.workload
         self._own_times = found.own_times
@@ -389,7 +392,14 @@ class Autopilot:
         self._say(
             f"iteration {self._steps}: not recorded, as an earlier start has left {found.workload!r} and its plan"
         )
-        self._agent.captured(found.workload, found.cluster, found.motif_us, self._key, found.own_times)
+        self._tell_captured(found.workload, found.cluster)
+
+    def _tell_captured(self, workload: Workload, cluster: Cluster) -> None:
+        """The step is known on all ranks: the controller may plan."""
+        assert self._agent is not None
+        self._agent.captured(
+            workload, cluster, self._motif_us, key_of(self._identity), self._own_times, self._identity
+        )  # fmt: skip
 
     def _recorded(self) -> None:
         recorder, self._recorder = self._recorder, None
@@ -407,7 +417,9 @@ class Autopilot:
             raise InvalidInput("the training step does not communicate")
         if self._agent is not None or not fits(self._tally.calls, workload, self.rank):
             # What is called now is not what a later start of the job would begin with.
-            self._key = ""
+            if self._identity:
+                self._say("the plan is not kept for the next start: the step is not what the first iterations were")
+            self._identity = {}
         self._workload = workload
         with on_ours():
             if self._agent is None:
@@ -453,7 +465,7 @@ class Autopilot:
             CURRENT.enforcer = None
             self._comparison = Comparison(self._aside, self._engines)
             return
-        self._agent.captured(self._workload, self._cluster, self._motif_us, self._key, self._own_times)
+        self._tell_captured(self._workload, self._cluster)
 
     def _compared(self) -> None:
         """Both are measured, and the faster one runs: the controller may plan now."""
@@ -472,7 +484,7 @@ class Autopilot:
             # Plans run above NCCL, which was slower, and its kernels beside ours could block each other.
             CURRENT.enforcer = None
             return
-        self._agent.captured(self._workload, self._cluster, self._motif_us, self._key, self._own_times)
+        self._tell_captured(self._workload, self._cluster)
 
     def _on_programs(self) -> bool:
         """Whether an NCCL job's calls run as programs on GPU memory from here on, as that was faster."""

@@ -27,6 +27,7 @@ from .messages import (
     MAX_NUMBER,
     PROTOCOL,
     CapturedStep,
+    HushRequest,
     JobStatus,
     Prepare,
     RankState,
@@ -40,7 +41,7 @@ from .messages import (
 )
 from .protocol import answer
 from .supervise import SupervisedJob
-from .transport import EXCHANGE, PULSE, RECALL, STATUS, Server, Tls
+from .transport import EXCHANGE, HUSH, PULSE, RECALL, STATUS, Server, Tls
 from .worker import Planning, PlanRequest, Worker
 
 LOG = logging.getLogger("stretto.control")
@@ -92,6 +93,7 @@ class Controller:
         """
         handlers = {
             EXCHANGE: self._on_exchange, STATUS: self._on_status, PULSE: self._on_pulse, RECALL: self._on_recall,
+            HUSH: self._on_hush,
         }  # fmt: skip
         return Server(address, handlers, token=token, tls=tls)
 
@@ -119,7 +121,10 @@ class Controller:
         if request.protocol != PROTOCOL:
             raise InvalidInput(f"protocol: this controller speaks version {PROTOCOL}, not {request.protocol}")
         kept = self._plans.load(request.key) if self._plans is not None else None
-        return RecallReply() if kept is None else RecallReply(captured=kept.captured, on_own=kept.on_own)
+        if kept is not None:
+            return RecallReply(captured=kept.captured, on_own=kept.on_own)
+        why = self._plans.why_none(request.key, request.identity) if self._plans is not None else "plans are not kept"
+        return RecallReply(why=why[:2000])
 
     def pulse(self, pulse: Pulse) -> PulseReply:
         """Compare a rank with the others of its job."""
@@ -133,6 +138,15 @@ class Controller:
                     self._watches.pop(next(iter(self._watches)))
                 self._watches[pulse.job] = HangWatch(pulse.job, host=self._host)
             return self._watches[pulse.job].heard(pulse)
+
+    def hush(self, request: HushRequest | None = None) -> None:
+        """Name no hang of a job any more, as it was told to end; of no job that there is, where none is given."""
+        if request is not None and request.protocol != PROTOCOL:
+            raise InvalidInput(f"protocol: this controller speaks version {PROTOCOL}, not {request.protocol}")
+        with self._lock:
+            for name, watch in self._watches.items():
+                if request is None or name == request.job:
+                    watch.hush()
 
     def status(self) -> Status:
         """The state of all jobs, as `stretto status` shows it."""
@@ -171,6 +185,10 @@ class Controller:
 
     def _on_recall(self, message: bytes) -> bytes:
         return encode(self.recall(decode(message, RecallRequest)))
+
+    def _on_hush(self, message: bytes) -> bytes:
+        self.hush(decode(message, HushRequest))
+        return b""
 
     def _on_status(self, message: bytes) -> bytes:
         ask = decode(message, StatusRequest)

@@ -29,6 +29,8 @@ END_S = 15.0
 RESTART_S = 0.5
 MAX_RESTARTS = 5
 READY = "ready"
+ENDS = b"a signal is to end the job\n"
+"""What its standard input says."""
 
 
 class ControllerProcess:
@@ -42,6 +44,7 @@ class ControllerProcess:
         self._plans = str(plans.absolute()) if plans is not None else ""
         self._known: list[Status] = []
         self._restarts = 0
+        self._hushed = False
         self._ending = threading.Event()
         here, there = os.pipe()
         try:
@@ -55,6 +58,17 @@ class ControllerProcess:
             raise InvalidInput(said)
         self._thread = threading.Thread(target=self._watch, name="stretto-controller", daemon=True)
         self._thread.start()
+
+    def job_ends(self) -> None:
+        """A signal is to end the job: ranks that go from here on are no hang. May be called by a handler of signals."""
+        self._hushed = True
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._process.stdin is not None:
+                # Past its buffer, which close() may be using.
+                os.write(self._process.stdin.fileno(), ENDS)
 
     def close(self) -> list[Status]:
         """End the process.
@@ -109,6 +123,8 @@ class ControllerProcess:
                 return
             self._remember()
             self._process = self._spawn()
+            if self._hushed:
+                self._pass_on()
 
     def _remember(self) -> None:
         path = self._folder / "status"
@@ -147,7 +163,11 @@ def main(folder: Path, budget_s: float, plans: str = "", first_words: int | None
         raise
     _tell(first_words, READY)
     try:
-        while not select.select([sys.stdin], [], [], STATUS_EVERY_S)[0]:
+        while True:
+            if select.select([sys.stdin], [], [], STATUS_EVERY_S)[0]:
+                if not os.read(sys.stdin.fileno(), len(ENDS)):
+                    break
+                controller.hush()
             _write(folder, "status", controller.status())
     finally:
         server.close()

@@ -33,6 +33,8 @@ SURE_S = 2.0
 MUTE_S = 3.0
 """A rank that could run for this long and has said nothing is taken to be mute."""
 SAME_MOMENT_S = 0.3
+JUST_S = 1.0
+"""A rank that was seen to be gone so shortly before a signal was heard of is gone because of that signal."""
 MAX_FINDINGS = 16
 SIZED = frozenset(["allreduce", "all_reduce", "broadcast", "reduce", "all_gather_single", "reduce_scatter_single"])
 """Calls whose size is the same on all ranks."""
@@ -102,6 +104,7 @@ class HangWatch:
         self._suspicions: dict[tuple[object, ...], _Suspicion] = {}
         self._suspected: set[tuple[object, ...]] = set()
         self._to_say: list[str] = []
+        self._hushed = False
 
     @property
     def findings(self) -> tuple[HangStatus, ...]:
@@ -127,8 +130,19 @@ class HangWatch:
         look = any(self._ranks[rank].pulse.still_s >= LOOK_S for rank in self._here())
         return PulseReply(say=say, look=look)
 
+    def hush(self) -> None:
+        """The job was told to end, by a signal: ranks that go from here on are no hang. What was named before stays."""
+        self._hushed = True
+        now = self._now()
+        early = [found for found in self._findings if found.status.kind == GONE and now - found.since <= JUST_S]
+        self._findings = [found for found in self._findings if found not in early]
+        untrue = {_spoken(found.status) for found in early}
+        self._to_say = [line for line in self._to_say if line not in untrue]
+
     def look(self) -> None:
         """Compare the ranks; called several times a second."""
+        if self._hushed:
+            return
         now = self._now()
         for rank in self._ranks.values():
             self._see(rank, now)
@@ -291,7 +305,7 @@ class HangWatch:
             return
         status = HangStatus(job=self._job, kind=kind, ranks=tuple(sorted(ranks)), text=text[:2000])
         self._findings.append(_Finding(status=status, key=key, since=now, waiting=waiting or {}, group=group))
-        self._to_say.append(f"hang: {status.text}")
+        self._to_say.append(_spoken(status))
 
     def _went_on(self, now: float) -> None:
         """Whether what was found is over."""
@@ -310,6 +324,11 @@ class HangWatch:
             return rank.pulse.beat > found.waiting[number]
         group = self._group_of(number, found.group)
         return group is not None and (group.calls > found.waiting[number] or rank.pulse.still_s < LOOK_S)
+
+
+def _spoken(status: HangStatus) -> str:
+    """The line that a rank prints."""
+    return f"hang: {status.text}"
 
 
 def first_difference(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,8 +19,9 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import InvalidInput, StrettoError
-from ..files import cache_directory, convert, parse_json, read_text, write_file
-from .messages import MAX_MESSAGE_BYTES, CapturedStep, Name, decode_captured, decode_plan
+from ..files import cache_directory, convert, parse_json, read_text, typed, write_file
+from .messages import MAX_MESSAGE_BYTES, CapturedStep, Identity, Name, decode_captured, decode_plan
+from .recall import SCRIPT, difference
 from .refine import LEAST, MOST
 from .transport import private_folder
 from .worker import PlanReply
@@ -31,6 +33,8 @@ MAX_KEPT = 64
 """Files of a folder; the ones that were written longest ago go first."""
 MAX_FILE_BYTES = 2 * MAX_MESSAGE_BYTES
 ENDING = ".plan.json"
+MAX_NAMED = 3
+"""Differences that are named."""
 
 
 class KeptPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,6 +59,17 @@ def plans_folder(given: str = "") -> Path | None:
     if chosen == OFF:
         return None
     return Path(chosen) if chosen else cache_directory() / "plans"
+
+
+class _Heading(msgspec.Struct, frozen=True, kw_only=True):
+    """What a kept plan is for; the rest of its file is passed over."""
+
+    class Step(msgspec.Struct, frozen=True, kw_only=True):
+        """Of the recorded step."""
+
+        identity: Identity = {}
+
+    captured: Step
 
 
 class KeptPlans:
@@ -82,6 +97,26 @@ class KeptPlans:
             self._complain(f"the kept plan {path.name} is ignored: {error}")
             return None
         return kept
+
+    def why_none(self, key: str, identity: Mapping[str, str]) -> str:
+        """Why `load` had nothing for a key: what the plan that comes next to it was made with, in words."""
+        script = identity.get(SCRIPT, "")
+        if self._path(key).is_file():
+            return f"the kept plan {self._path(key).name} cannot be used"
+        others = [found for found in self._identities() if found.get(SCRIPT) == script]
+        if not others:
+            return f"no plan is kept for {script or 'the job'}"
+        differs = min((difference(found, identity) for found in others), key=len)
+        more = f" and {len(differs) - MAX_NAMED} more" if len(differs) > MAX_NAMED else ""
+        return f"the plan that is kept for {script} was made with other {', '.join(differs[:MAX_NAMED])}{more}"
+
+    def _identities(self) -> list[Mapping[str, str]]:
+        found: list[Mapping[str, str]] = []
+        for path in sorted(self.folder.glob(f"*{ENDING}"))[:MAX_KEPT]:
+            with contextlib.suppress(OSError, StrettoError, msgspec.MsgspecError):
+                heading = msgspec.json.decode(read_text(path, max_bytes=MAX_FILE_BYTES), type=typed(_Heading))
+                found.append(heading.captured.identity)
+        return found
 
     def save(self, kept: KeptPlan) -> None:
         """Keep a plan; a folder that cannot be written is said to be, once."""

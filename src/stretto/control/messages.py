@@ -7,6 +7,7 @@ twice does no harm. Everything that comes in is bounded: by the transport in siz
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -34,6 +35,7 @@ PROTOCOL = 1
 Number = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 Name = Annotated[str, Meta(max_length=128)]
 Line = Annotated[str, Meta(max_length=2000)]
+Identity = Annotated[dict[Name, Line], Meta(max_length=32)]
 Text = Annotated[str, Meta(max_length=MAX_MESSAGE_BYTES)]
 T = TypeVar("T")
 
@@ -75,6 +77,8 @@ class CapturedStep(msgspec.Struct, frozen=True, kw_only=True):
     """Under which a plan is kept for the next start of the job; empty: none is."""
     own_times: Annotated[tuple[OwnTime, ...], Meta(max_length=MAX_TIMES)] = ()
     """What collectives of the job's own backend took, where plans run above it; then these are what motifs cost."""
+    identity: Identity = {}
+    """What `key` stands for: what has to be the same at the next start, by what it is called."""
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,6 +151,15 @@ class RecallRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     protocol: Annotated[int, Meta(ge=0, le=1 << 16)] = PROTOCOL
     key: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+    identity: Identity = {}
+    """What the key stands for."""
+
+
+class HushRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What `stretto run` says when a signal is to end its job: ranks that go from here on are no hang."""
+
+    protocol: Annotated[int, Meta(ge=0, le=1 << 16)] = PROTOCOL
+    job: Name
 
 
 class RecallReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,6 +167,8 @@ class RecallReply(msgspec.Struct, frozen=True, kw_only=True):
 
     captured: CapturedStep | None = None
     on_own: bool = False
+    why: Line = ""
+    """Why there is none."""
 
 
 class StatusRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -293,8 +308,9 @@ def decode_plan(body: bytes, expected: str) -> Plan:
 
 
 def encode_captured(
-    workload: Workload, cluster: Cluster, motif_us: float = 0.0, key: str = "", own_times: tuple[OwnTime, ...] = ()
-) -> CapturedStep:
+    workload: Workload, cluster: Cluster, motif_us: float = 0.0, key: str = "", own_times: tuple[OwnTime, ...] = (),
+    identity: Mapping[str, str] | None = None,
+) -> CapturedStep:  # fmt: skip
     """What rank 0 sends once; the arguments are the fields of `CapturedStep`.
 
     Args:
@@ -303,13 +319,14 @@ def encode_captured(
         motif_us: What starting any motif costs; cut off at `MAX_MOTIF_US`.
         key: What the job is known by at its next start; empty where nothing is kept.
         own_times: What calls of the job's own backend were measured to take.
+        identity: What the key stands for.
 
     Returns:
         The message.
     """
     return CapturedStep(
         workload=workload_files.dumps(workload, json=True), cluster=yaml_form.dumps(cluster, json=True),
-        motif_us=min(motif_us, MAX_MOTIF_US), key=key, own_times=own_times,
+        motif_us=min(motif_us, MAX_MOTIF_US), key=key, own_times=own_times, identity=dict(identity or {}),
     )  # fmt: skip
 
 

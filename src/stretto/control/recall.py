@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +36,13 @@ MESSAGES = ("send", "recv")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 ONE_SIDED = ("gather", "scatter")
 NETWORK = (
-    "STRETTO_CLUSTER", "STRETTO_CHANNELS", "STRETTO_CARRIER", "STRETTO_EARLY_GATHERS", "GLOO_SOCKET_IFNAME",
-    "UCX_NET_DEVICES",
+    "STRETTO_CLUSTER", "STRETTO_CHANNELS", "STRETTO_CARRIER", "STRETTO_EARLY_GATHERS", "STRETTO_LAB_RATES",
+    "GLOO_SOCKET_IFNAME", "UCX_NET_DEVICES",
 )  # fmt: skip
 """Variables that say what a job runs on."""
+SCRIPT, CALLS = "script", "calls of an iteration"
+RANKS_OF_HOSTS, NAMES = "ranks of each host", "names of the hosts"
+MAX_TEXT, MAX_SHOWN = 2000, 120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,42 +120,68 @@ def fits(calls: Sequence[SubmittedCall], workload: Workload, rank: int) -> bool:
     )  # fmt: skip
 
 
-def key_of(calls: Sequence[SubmittedCall], aside: SideGroup, script: str, rank: int, hosts: Sequence[str]) -> str:
-    """What names a job's step; all ranks call this together.
+def identity_of(
+    calls: Sequence[SubmittedCall], aside: SideGroup, script: str, rank: int, hosts: Sequence[str]
+) -> dict[str, str]:
+    """What has to be the same for a kept plan to be of use; all ranks call this together.
+
+    Of hosts it is which ranks share one, and their names. What else tells processes of two hosts apart (the number of a
+    network namespace, or of a machine's start) changes with every start of a container, or of a lab.
 
     Args:
         calls: Of this rank's iteration; none where iterations were not alike.
         aside: To talk to the other ranks.
         script: The job's script.
         rank: This rank.
-        hosts: Every rank's host.
+        hosts: Every rank's host; equal where ranks share one.
 
     Returns:
-        The same on all ranks; empty where one of them has no calls.
+        By what each of these is called, the same on all ranks; empty where one of them has no calls.
     """
-    mine = int.from_bytes(hashlib.sha256(repr((rank, [_said(call) for call in calls])).encode()).digest()[:8])
-    together, without = aside.sums([mine, not calls])
+    mine = [_number((rank, [_said(call) for call in calls])), _number((rank, socket.gethostname())), not calls]
+    together, names, without = aside.sums(mine)
     if without:
-        return ""
+        return {}
     import torch
 
     from .. import __version__
 
-    what = (
-        __version__, torch.__version__, script, OWN_BACKEND.asked, list(hosts), together,
-        [os.environ.get(name, "") for name in NETWORK],
-    )  # fmt: skip
-    return hashlib.sha256(repr(what).encode()).hexdigest()[:32]
+    known = list(dict.fromkeys(hosts))
+    return {
+        SCRIPT: script, "stretto": __version__, "PyTorch": str(torch.__version__), "backend": OWN_BACKEND.asked,
+        RANKS_OF_HOSTS: " ".join(str(known.index(host)) for host in hosts)[:MAX_TEXT], NAMES: f"{names:x}",
+        CALLS: f"{together:x}", **{name: os.environ.get(name, "")[:MAX_TEXT] for name in NETWORK},
+    }  # fmt: skip
+
+
+def key_of(identity: Mapping[str, str]) -> str:
+    """The name of a job's step: of the file in which its plan is kept; empty for an empty identity."""
+    return hashlib.sha256(repr(list(identity.items())).encode()).hexdigest()[:32] if identity else ""
+
+
+def difference(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """What of an identity is another one now, in words.
+
+    >>> difference({"PyTorch": "2.9", CALLS: "1f"}, {"PyTorch": "2.10", CALLS: "2f"})
+    ['PyTorch (2.9 then, 2.10 now)', 'calls of an iteration']
+    """
+    found = []
+    for name in now:
+        before, after = then.get(name, ""), now[name]
+        if before != after:
+            values = f" ({before or 'not set'} then, {after or 'not set'} now)"
+            found.append(name if name in (CALLS, NAMES) or len(values) > MAX_SHOWN else name + values)
+    return found
 
 
 def recall(
-    key: str, calls: Sequence[SubmittedCall], link: ControllerConnection, store: Any, aside: SideGroup, rank: int,
-    given: Cluster | None,
-) -> tuple[Recalled | None, bool]:  # fmt: skip
+    identity: Mapping[str, str], calls: Sequence[SubmittedCall], link: ControllerConnection, store: Any,
+    aside: SideGroup, rank: int, given: Cluster | None,
+) -> tuple[Recalled | None, str]:  # fmt: skip
     """Ask for what an earlier start has left; all ranks call this together.
 
     Args:
-        key: The step's name.
+        identity: What has to be the same.
         calls: Of this rank's iteration.
         link: Rank 0's way to the controller.
         store: A part of the job's store of its own.
@@ -160,22 +190,25 @@ def recall(
         given: The cluster that the job says it runs on, if it does.
 
     Returns:
-        What was left, if all ranks find their calls in it, and whether anything was.
+        What was left, if all ranks find their calls in it; else why there is nothing to begin with, in words.
     """
     if rank == 0:
-        said = b""
         try:
-            said = link.call(RECALL, encode(RecallRequest(key=key)), timeout_s=CALL_S)
+            request = RecallRequest(key=key_of(identity), identity=dict(identity))
+            said = link.call(RECALL, encode(request), timeout_s=CALL_S)
         except StrettoError:
-            # No controller, or one that keeps nothing: the agent will say what there is to say.
-            said = encode(RecallReply())
+            said = encode(RecallReply(why="the controller did not answer"))
+        except Exception as error:
+            # The other ranks wait for this answer, whatever becomes of the question.
+            said = encode(RecallReply(why=f"{type(error).__name__}: {error}"[:MAX_TEXT]))
         store.set("reply", said)
-    found, there = None, True
+    found, why = None, "the controller's answer cannot be read"
     try:
         reply = decode(store.get("reply"), RecallReply)
-        there = reply.captured is not None
+        why = reply.why
         if reply.captured is not None:
             workload, cluster = decode_captured(reply.captured)
+            why = "the plan of an earlier start is for another step, or another cluster"
             if fits(calls, workload, rank) and (given is None or given.digest == cluster.digest):
                 found = Recalled(
                     workload=workload, cluster=cluster, motif_us=reply.captured.motif_us, on_own=reply.on_own,
@@ -184,7 +217,12 @@ def recall(
     except (StrettoError, msgspec.MsgspecError):
         found = None
     missing = aside.sums([found is None])[0]
-    return (found if not missing else None), there
+    return (None, why) if missing else (found, "")
+
+
+def _number(what: object) -> int:
+    """A number that stands for a value, as good as random."""
+    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8])
 
 
 def _nbytes(call: SubmittedCall) -> int:

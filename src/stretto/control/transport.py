@@ -29,7 +29,7 @@ from ..process_state import STATE, ProcessPart
 from .messages import MAX_MESSAGE_BYTES
 
 SERVICE = "stretto.Controller"
-EXCHANGE, STATUS, PULSE, RECALL = "Exchange", "Status", "Pulse", "Recall"
+EXCHANGE, STATUS, PULSE, RECALL, HUSH = "Exchange", "Status", "Pulse", "Recall", "Hush"
 MAX_SOCKET_PATH = 100
 """A Unix socket's name has 108 bytes, and gRPC adds a few while it binds."""
 THREADS = 8

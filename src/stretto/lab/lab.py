@@ -15,7 +15,7 @@ from ..errors import InvalidInput, unknown
 from .job import LabJob, LabResult, OnLine
 from .layout import LabLayout, lab_rate
 from .network import LabNetwork, tool
-from .processes import ABOUT, LAB, new_name
+from .processes import ABOUT, LAB, RATES, new_name
 
 FIRST_PORT = 29500
 PORTS = 1000
@@ -169,7 +169,13 @@ class Lab:
         job = LabJob(
             [[*network.enter(self.host_of(rank)), *here] for rank in ranks],
             [
-                {**environment, LAB: self.name, **self.layout.environment(rank, port=port), **(env or {})}
+                {
+                    **environment,
+                    LAB: self.name,
+                    RATES: self.layout.rates,
+                    **self.layout.environment(rank, port=port),
+                    **(env or {}),
+                }
                 for rank in ranks
             ],
             on_line,

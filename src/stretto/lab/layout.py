@@ -222,10 +222,14 @@ class LabLayout:
     @property
     def summary(self) -> str:
         """Hosts, ranks, order, rates and shaper in one line of text."""
-        rates = (f"{c.name}={','.join(map(format_rate, _short(c.bits_per_s)))}" for c in self.channels)
         order = "host order" if self.order == "host" else self.order
         how = f"{self.shaper}, TCP {self.tcp}" if self.tcp else self.shaper
-        return f"{self.hosts} hosts x {self.ranks_per_host} ranks, {order}, {' '.join(rates)} ({how})"
+        return f"{self.hosts} hosts x {self.ranks_per_host} ranks, {order}, {self.rates} ({how})"
+
+    @property
+    def rates(self) -> str:
+        """Every channel and its rate, such as ``rdma=400mbit eth=200mbit``."""
+        return " ".join(f"{c.name}={','.join(map(format_rate, _short(c.bits_per_s)))}" for c in self.channels)
 
     def __repr__(self) -> str:
         return f"<Layout {self.summary}>"
