@@ -105,3 +105,14 @@ def test_plans_are_found_where_ranks_have_no_route_to_each_other() -> None:
         AllGather(4), line, 65536, runtime=RUNTIME, budget_s=20, cache=False, makers=["forest", "library"]
     )
     assert found.certificate.form and found.certificate.lowered_us is not None
+
+
+def test_every_chunk_may_be_a_stream() -> None:
+    cluster = Cluster.preset("ndv2")
+    problem = SynthesisProblem(
+        collective=AllGather(8), cluster=cluster, nbytes=4e6, lower="mscclpp", runtime=Runtime.load(RUNTIME)
+    )
+    ring = algorithm("ring", "all_gather", 8, cluster=cluster, chunks=6)
+    programs = [ProvedProgram(maker="library:ring", program=ring, time_us=1.0, seconds=0.0)]
+    tried = search_plans(programs, problem, budget_s=600.0)[2]
+    assert f"{ring.name} protocol=Simple,streams=48" in [one.name for one in tried]

@@ -196,6 +196,8 @@ class _PlanSearch:
         enough: set[PlanForm] = set()
         if forms is None:
             forms = forms_for(program, problem.nbytes, self.prices, problem.cluster)
+            if made.maker != DIRECT and 4 * problem.ranks < program.collective.num_chunks < self.most_blocks:
+                forms.insert(0, PlanForm(streams=program.collective.num_chunks))
             if self.best is not None and not self.late and not self._promises(made, forms, steps):
                 return
             if made.maker != DIRECT:
