@@ -370,7 +370,7 @@ register_maker(
         name="rails",
         make=_rails,
         collectives=("all_reduce",),
-        weight=2.0,
+        weight=4.0,
         max_ranks=128,
         variants=_on_rails,
         options={"max_transfers": Count},
