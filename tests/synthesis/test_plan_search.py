@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from stretto import AllGather, AllReduce, Cluster, algorithm, simulate, synthesize
+from stretto import AllGather, AllReduce, Cluster, Reduce, algorithm, simulate, synthesize
 from stretto.cli import app
 from stretto.cluster import Link, Node
 from stretto.collectives import COLLECTIVES
+from stretto.errors import InvalidInput
 from stretto.programs.formats.mscclpp_folder import plans_of
 from stretto.programs.formats.mscclpp_reader import check_plan, loads
 from stretto.simulator import Runtime
@@ -116,3 +117,16 @@ def test_every_chunk_may_be_a_stream() -> None:
     programs = [ProvedProgram(maker="library:ring", program=ring, time_us=1.0, seconds=0.0)]
     tried = search_plans(programs, problem, budget_s=600.0)[2]
     assert f"{ring.name} protocol=Simple,streams=48" in [one.name for one in tried]
+
+
+def test_a_collective_that_mscclpp_does_not_have_is_refused_before_any_search() -> None:
+    told: list[str] = []
+    with pytest.raises(InvalidInput, match=r"unknown collective for MSCCL\+\+ 'reduce'; choose from: all_gather, "):
+        synthesize(
+            Reduce(8, root=0),
+            Cluster.preset("dgx_h100"),
+            65536,
+            runtime=RUNTIME,
+            progress=lambda text, _: told.append(text),
+        )
+    assert told == []

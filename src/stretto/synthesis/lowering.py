@@ -10,7 +10,8 @@ from math import inf
 
 import numpy as np
 
-from ..errors import Infeasible, StrettoError
+from ..collectives import Collective
+from ..errors import Infeasible, StrettoError, unknown
 from ..programs import Lowered, Program, SymmetricProgram
 from ..programs.formats.msccl_rules import MAX_STEPS
 from ..simulator import simulate
@@ -31,6 +32,17 @@ HOPELESS = 2.0
 """The factor by which a program may be slower than the fastest and is still lowered."""
 BEATEN = 1.25
 """The factor by which it may be slower than the fastest streams so far: several instances cut its messages finer."""
+
+
+def check_format(form: str, collective: Collective) -> None:
+    """Raise `InvalidInput` for an unknown format (empty: none is wanted), or one that has no such collective."""
+    if form and form not in FORMATS:
+        raise unknown("format to lower for", form, FORMATS)
+    if form == "mscclpp":
+        from ..programs.formats.mscclpp_json import NAMES
+
+        if collective.kind not in NAMES:
+            raise unknown("collective for MSCCL++", collective.kind, NAMES)
 
 
 def search_lowering(

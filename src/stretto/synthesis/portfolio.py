@@ -26,7 +26,7 @@ from .attempts import LEAST_S, SPENT, Attempt, Board, attempt
 from .cache import Cache
 from .certificate import Candidate, Certificate, Lowering, ProvedProgram, Synthesis, versions
 from .helpers import duties, hint, resolve
-from .lowering import FORMATS, lowers_well, search_lowering
+from .lowering import check_format, lowers_well, search_lowering
 from .makers import LIBRARY, PHASES, SMALL, SYMMETRIC, MakerOptions, check_options, plan_tasks
 from .matching import same_task
 from .plan_search import restored_plan
@@ -119,8 +119,7 @@ def synthesize(
         problem, makers = _begun(problem, base, makers, helpers is None)
         budget_s, cache = budget_s * FROM_BASE, False
     form = "msccl" if lower is True else lower or ""
-    if form and form not in FORMATS:
-        raise unknown("format to lower for", form, FORMATS)
+    check_format(form, collective)
     problem = replace(problem, lower=form, runtime=prices)
     if prices is not None and problem.takes_steps and len(set(problem.hosts)) > 1:
         raise InvalidInput(f"runtime: {prices.name} has prices for ranks on one host; these are on several")
