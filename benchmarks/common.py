@@ -102,13 +102,19 @@ def medians(runs: Sequence[Sequence[Row]], of: str) -> list[Row]:
 
 
 def in_own_process(script: str, case: str, quick: bool) -> list[Row]:
-    """Run one case of a benchmark by itself, so that its peak memory is its own."""
+    """Run one case of a benchmark by itself, so that its peak memory is its own; what it says on stderr is shown."""
     command = [sys.executable, script, "--case", case] + ["--quick"] * quick
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        sys.exit(f"{case}: {done.stderr.strip()}")
+        sys.exit(f"{case}: ended with code {done.returncode}")
     rows: list[Row] = json.loads(done.stdout)
     return rows
+
+
+def announce(row: Row) -> None:
+    """Say on stderr what a row has, as soon as it is there: a run that is ended early keeps what it has measured."""
+    cells = ", ".join(f"{column} {_text(value)}" for column, value in row.items() if column not in ("case", "system"))
+    print(f"{row['case']}: {row['system']}: {cells}", file=sys.stderr, flush=True)
 
 
 def show(rows: list[Row], *, title: str) -> None:

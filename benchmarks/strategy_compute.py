@@ -79,7 +79,7 @@ def operation(layer: VariableLayer, weight: torch.Tensor) -> Callable[[], torch.
 
 
 if __name__ == "__main__":
-    for model in ("vgg16", "resnet101", "bert_12l", "ncf_dense"):
+    for model in ("vgg16", "resnet50", "resnet101", "bert_12l", "ncf_dense"):
         found = measured(model)
         forward, backward = (sum(getattr(v, which) for v in found.variables) for which in ("forward_us", "backward_us"))
         print(f"{model}: {forward / 1e3:.0f} ms forward, {backward / 1e3:.0f} ms backward, one sample on one thread")

@@ -10,8 +10,8 @@ from stretto.strategy import zoo
 from stretto.strategy.clusters import CLUSTERS, paper_cluster
 
 PARAMETERS = {  # millions; where the paper says nothing, what the models' authors say
-    "vgg16": 138.4, "resnet101": 44.5, "densenet121": 8.0, "inceptionv3": 23.8, "bert_3l": 11.0, "bert_12l": 110.0,
-    "bert_large": 340.0, "transformer": 62.0, "ncf_dense": 122.0, "ncf_sparse": 122.0,
+    "vgg16": 138.4, "resnet50": 25.6, "resnet101": 44.5, "densenet121": 8.0, "inceptionv3": 23.8, "bert_3l": 11.0,
+    "bert_12l": 110.0, "bert_large": 340.0, "transformer": 62.0, "ncf_dense": 122.0, "ncf_sparse": 122.0,
 }  # fmt: skip
 
 
@@ -19,6 +19,13 @@ PARAMETERS = {  # millions; where the paper says nothing, what the models' autho
 def test_parameters(name: str) -> None:
     found = sum(v.elements for v in zoo.model(name).variables) / 1e6
     assert found == pytest.approx(PARAMETERS[name], rel=0.06)
+
+
+def test_resnet50_has_every_parameter_of_torchvisions() -> None:
+    """Its 161 tensors: 53 convolutions, each with two of its normalization, and the classifier's two."""
+    variables = zoo.model("resnet50").variables
+    assert (len(variables), sum(v.elements for v in variables)) == (161, 25_557_032)
+    assert variables[-2].shape == (1000, 2048)
 
 
 def test_ncf_has_ten_variables_and_its_tables_are_sparse_or_not() -> None:

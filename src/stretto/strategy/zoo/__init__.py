@@ -35,6 +35,7 @@ DEVICES: dict[str, Accelerator] = {
 """The GPUs of the paper's clusters (one of the two of an M60 board), and those of today; all from their data sheets."""
 
 MODELS: dict[str, tuple[Callable[[Scale], list[VariableLayer]], int]] = {
+    "resnet50": (lambda scale: resnet("50", scale), 32),
     "resnet101": (lambda scale: resnet("101", scale), 32),
     "densenet121": (densenet121, 32),
     "inceptionv3": (inceptionv3, 32),
