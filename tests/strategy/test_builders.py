@@ -11,7 +11,16 @@ import pytest
 from stretto.cluster import Cluster
 from stretto.errors import InvalidInput
 from stretto.strategy import (
-    BUILDERS, ModelSpec, NodeConfig, Resources, Strategy, Sync, Variable, build, register_builder, zoo,
+    BUILDERS,
+    ModelSpec,
+    NodeConfig,
+    Resources,
+    Strategy,
+    Sync,
+    Variable,
+    build,
+    register_builder,
+    zoo,
 )  # fmt: skip
 from stretto.strategy.resources import resources
 
@@ -181,7 +190,7 @@ def own_builder() -> Iterator[str]:
 def test_a_server_that_was_not_asked_to_serve_is_refused(own_builder: str) -> None:
     model = SMALL["vgg16"]
     assert build(own_builder, model, CLUSTER, serve=["h0.gpu0"]).servers == ("h0.gpu0",)
-    with pytest.raises(InvalidInput, match=r"serve: builder to_first places .* on h0.gpu0, which is not one of h3.gpu0"):
+    with pytest.raises(InvalidInput, match=r"serve: builder to_first places .* on h0.gpu0, .* not one of h3.gpu0"):
         build(own_builder, model, CLUSTER, serve=["h3.gpu0"])
     with pytest.raises(InvalidInput, match="serve: builder ps places"):
         build("ps", model, CLUSTER, serve=["h3.gpu0"], device="h0.gpu0")
@@ -189,12 +198,12 @@ def test_a_server_that_was_not_asked_to_serve_is_refused(own_builder: str) -> No
 
 @pytest.mark.parametrize("value", ["x", None, True, float("nan")])
 def test_an_option_that_is_no_number_is_named(own_builder: str, value: object) -> None:
-    with pytest.raises(InvalidInput, match="^from_mb: must be a number, not "):
+    with pytest.raises(InvalidInput, match=r"^from_mb: must be a number, not "):
         build(own_builder, SMALL["vgg16"], 2, from_mb=value)
     assert build(own_builder, SMALL["vgg16"], 2, from_mb=1).name == "to_first"
 
 
 @pytest.mark.parametrize("value", ["4", 1.5, True])
 def test_an_option_that_is_no_whole_number_is_named(value: object) -> None:
-    with pytest.raises(InvalidInput, match="^parts: must be a whole number, not "):
+    with pytest.raises(InvalidInput, match=r"^parts: must be a whole number, not "):
         build("partitioned_ps", SMALL["vgg16"], 2, parts=value)

@@ -20,7 +20,7 @@ from ..cluster import Cluster
 from ..collectives.files import load_collective
 from ..errors import InvalidInput, StrettoError, VerificationError, unknown
 from ..programs import Lowered, Program, SymmetricProgram
-from ..programs.formats import load_program, save_program
+from ..programs.formats import SUFFIXES, load_program, save_program
 from ..report import html, save_timeline, write_chrome_json, write_perfetto
 from ..report.load_html import LOAD_SLOTS
 from ..report.plots import busy_plot, sweep_plot
@@ -47,7 +47,7 @@ from .options import (
     SettingsOption,
     TraceOption,
 )
-from .outputs import PROGRAM, OutputFiles, output
+from .outputs import OutputFiles, output
 
 Runnable = Program | SymmetricProgram | Lowered
 ALL = "all"
@@ -81,7 +81,7 @@ ProgramOption = Annotated[
         "--output",
         "-o",
         metavar="FILE.txt|xml|json",
-        callback=output(*PROGRAM),
+        callback=output(*SUFFIXES),
         help="Write the program: text, MSCCL or MSCCL++.",
     ),
 ]

@@ -64,7 +64,7 @@ from .options import (
     RuntimeOption,
     SeedOption,
 )
-from .outputs import PROGRAM, Output, OutputFiles, output
+from .outputs import Output, OutputFiles, output
 from .session import SESSION
 
 SHOWN = 12
@@ -77,7 +77,7 @@ TargetOption = Annotated[
         "--output",
         "-o",
         metavar="FILE|DIR",
-        callback=output(*PROGRAM, folder=True),
+        callback=output(*SUFFIXES, folder=True),
         help="Write the program (.txt, .xml for MSCCL, .json for MSCCL++) with its certificate beside it; "
         "for several sizes a folder.",
     ),
@@ -323,11 +323,11 @@ def _check_target(target: Path | None, form: str | None, limits: dict[str, int],
     suffix = f".{form or 'xml'}" if table else target.suffix
     if table and suffix not in SUFFIXES:
         raise unknown("format", form or "", [ending.removeprefix(".") for ending in SUFFIXES])
-    if table and target.suffix in PROGRAM and not target.is_dir():
+    if table and target.suffix in SUFFIXES and not target.is_dir():
         raise InvalidInput(
             f"--output: {target}: several --bytes make several files; name a directory, without an ending"
         )
-    (Output(folder=True) if table else Output(suffixes=PROGRAM)).check(target, "--output")
+    (Output(folder=True) if table else Output(suffixes=tuple(SUFFIXES))).check(target, "--output")
     return suffix, "" if SUFFIXES[suffix] == "text" else SUFFIXES[suffix]
 
 

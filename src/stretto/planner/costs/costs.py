@@ -45,6 +45,10 @@ class Cost:
     source: str
     with_launch: bool = False
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.us < math.inf:
+            raise InvalidInput(f"us: the cost of a motif must be a number >= 0, not {self.us!r} (from {self.source!r})")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Motion:
