@@ -99,22 +99,26 @@ class Algorithm:
     ... )
     >>> even.refusal("broadcast", 5)
     'must be even, not 5'
+
+    Attributes:
+        name: The name that users write; the program's name begins with it.
+        collectives: The kinds of `COLLECTIVES` that it serves.
+        summary: What it does in a few words, for ``stretto algorithms``.
+        where: The rank counts that the algorithm is defined for, in words.
+        build: Builds the program; see above.
+        refusal: Maps a kind and a rank count to the reason why the algorithm is not defined for them with default
+            options, or to None where it is defined.
+        from_cluster: Maps a cluster, the devices and the options that the user chose to further options that suit the
+            cluster.
     """
 
     name: str
-    """The name that users write; the program's name begins with it."""
     collectives: tuple[str, ...]
-    """The kinds of `COLLECTIVES` that it serves."""
     summary: str
-    """What it does in a few words, for ``stretto algorithms``."""
     where: str
-    """The rank counts that the algorithm is defined for, in words."""
     build: Callable[..., Program]
     refusal: Callable[[str, int], str | None] = lambda kind, count: None
-    """Maps a kind and a rank count to the reason why the algorithm is not defined for them with default options, or
-    to None where it is defined."""
     from_cluster: Callable[[Cluster, tuple[int, ...], Mapping[str, Any]], dict[str, Any]] | None = None
-    """Maps a cluster, the devices and the options that the user chose to further options that suit the cluster."""
 
     @cached_property
     def options(self) -> dict[str, Any]:
