@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who moves the motifs of a plan: the contract that every carrier keeps, and what those on the host share."""
+"""Who moves the motifs of a plan: the contract that every carrier keeps, and what those of CPU tensors share."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Carrier(Protocol):
         """
 
     def check(self) -> None:
-        """Raise what has ended the plan, where nobody waits on the host; asked before every call and step."""
+        """Raise what has ended the plan, where no CPU waits; asked before every call and step."""
 
     def read(self) -> None:
         """Report what was measured since, where measurements come late; before every report."""
@@ -164,7 +164,7 @@ CarrierMaker = Callable[[CarrierSite], Carrier]
 
 
 class HostCarrier(ABC):
-    """A carrier on the host, whose motifs end some time after they were started; subclasses move single motifs."""
+    """A carrier of CPU tensors, whose motifs end some time after they were started; subclasses move single motifs."""
 
     programs = averages = one_launch_order = False
     device = CPU
