@@ -37,11 +37,11 @@ class StoreCarrier(HostCarrier):
         """What is not a sum stays with the wrapped backend."""
         return super().refusal(call, engine) or ("" if call.reduce == "sum" else "only sums")
 
-    def load(self, number: int, motif: Any, binding: Any) -> StoreMotif:
+    def load(self, number: int, rank_motif: Any, binding: Any) -> StoreMotif:
         """Nothing has to be connected; a motif that is no all-reduce cannot be carried out here."""
         if binding.leaf.kind != "AR":
             raise PlanMismatch(f"{binding.leaf}: only all-reduces go through the store")
-        lane = f"own {self.site.generation} {number} {'+'.join(motif.channels)} {binding.leaf.ranks}"
+        lane = f"own {self.site.generation} {number} {'+'.join(rank_motif.channels)} {binding.leaf.ranks}"
         return StoreMotif(lane=lane, ranks=binding.leaf.ranks, layout=RowLayout.of(binding))
 
     def start(self, loaded: Any, staged: Any, dtype: str, op: str, motif: QueuedMotif, *, blocking: bool) -> Any:

@@ -20,7 +20,7 @@ import stretto
 # is a room inside another one, with a place of its own.
 LAYERS = [
     {"errors", "late", "moved", "process_state", "_native"},
-    {"field_errors"},
+    {"field_errors", "registry"},
     {"units", "files", "children"},
     {"solvers"},
     {"cluster", "collectives"},

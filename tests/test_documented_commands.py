@@ -184,7 +184,7 @@ def test_the_python_of_a_page_runs(page: Path, folder: Path) -> None:
             exec(compile(smaller(body), str(page), "exec"), names)
     finally:
         for name in set(BUILDERS) - builders:
-            del BUILDERS[name]
+            BUILDERS.forget(name)
 
 
 def test_most_of_what_can_run_without_a_job_is_run() -> None:

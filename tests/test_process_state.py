@@ -15,14 +15,10 @@ from stretto.process_state import STATE, ProcessPart, ProcessState
 
 OWNER = "process_state.py"
 REGISTRIES = {
-    ("cluster/presets/registry.py", "_PRESETS"),
-    ("planner/algebra/rules.py", "_RULES"),
     ("planner/baselines.py", "BASELINES"),
-    ("strategy/builders/__init__.py", "BUILDERS"),
-    ("synthesis/makers.py", "_MAKERS"),
     ("workload/registry.py", "MODELS"),
 }
-"""Filled while modules are loaded, and only read afterwards."""
+"""Filled while modules are loaded, and only read afterwards. So are all objects of `registry.Registry`."""
 MUTABLE = frozenset(
     [
         "dict",

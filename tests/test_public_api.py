@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
 import warnings
 from importlib import import_module
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -144,3 +146,24 @@ import stretto.torch
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said == "module 'stretto' has no attribute 'torch' before `import stretto.torch`\n"
+
+
+def named_types(hint: object) -> set[type]:
+    """Classes of ours in an annotation."""
+    inside = {one for part in get_args(hint) for one in named_types(part)}
+    inside |= {one for part in get_args(hint) if isinstance(part, list) for each in part for one in named_types(each)}
+    ours = isinstance(hint, type) and hint.__module__.startswith("stretto.runtime")
+    return inside | ({hint} if ours and isinstance(hint, type) else set())
+
+
+def test_all_types_that_a_carrier_of_ones_own_meets_are_public() -> None:
+    import stretto.torch as home
+
+    contracts = (home.Carrier, home.HostCarrier, home.CarrierSite, home.Submission)
+    hints = [get_type_hints(contract) for contract in contracts]
+    methods = [m for contract in contracts for m in vars(contract).values() if inspect.isfunction(m)]
+    hints += [get_type_hints(method) for method in methods if not method.__name__.startswith("_")]
+    met = {one.__name__ for found in hints for hint in found.values() for one in named_types(hint)}
+    assert {"QueuedOp", "CompiledOp", "GroupWork", "ActiveMotif", "PendingMaximum", "Sequencer"} <= met
+    assert met <= set(home.__all__)
+    assert {"CarrierMaker", "ExecutorCarrier", "NcclCarrier", "GlooCarrier"} <= set(home.__all__)

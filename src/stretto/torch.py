@@ -57,18 +57,27 @@ if TYPE_CHECKING:
     from .runtime.enforcer.background import BackgroundMotif as BackgroundMotif
     from .runtime.enforcer.binding import MotifBinding as MotifBinding
     from .runtime.enforcer.carrier import Carrier as Carrier
-    from .runtime.enforcer.carrier import CarrierMaker
+    from .runtime.enforcer.carrier import CarrierMaker as CarrierMaker
     from .runtime.enforcer.carrier import CarrierSite as CarrierSite
     from .runtime.enforcer.carrier import HostCarrier as HostCarrier
+    from .runtime.enforcer.carrier import PendingMaximum as PendingMaximum
     from .runtime.enforcer.compiled_op import CompiledMotif as CompiledMotif
+    from .runtime.enforcer.compiled_op import CompiledOp as CompiledOp
     from .runtime.enforcer.ddp_hook import DdpHook as DdpHook
     from .runtime.enforcer.ddp_hook import ddp_hook as ddp_hook
     from .runtime.enforcer.enforcer import Enforcer as Enforcer
+    from .runtime.enforcer.executor_carrier import ExecutorCarrier as ExecutorCarrier
     from .runtime.enforcer.gloo import GlooCarrier as GlooCarrier
     from .runtime.enforcer.memory import RowLayout as RowLayout
     from .runtime.enforcer.memory import StagedBuffers as StagedBuffers
+    from .runtime.enforcer.nccl import NcclCarrier as NcclCarrier
     from .runtime.enforcer.rank_plan import RankMotif as RankMotif
+    from .runtime.enforcer.sequencer import ActiveMotif as ActiveMotif
     from .runtime.enforcer.sequencer import QueuedMotif as QueuedMotif
+    from .runtime.enforcer.sequencer import QueuedOp as QueuedOp
+    from .runtime.enforcer.sequencer import Sequencer as Sequencer
+    from .runtime.enforcer.sequencer import Submission as Submission
+    from .runtime.enforcer.submission import SubmissionOwner as SubmissionOwner
     from .runtime.executor.executor import Executor as Executor
     from .runtime.probe.bench import BenchResult as BenchResult
     from .runtime.probe.bench import bench as bench
@@ -80,6 +89,7 @@ if TYPE_CHECKING:
     from .runtime.torch_backend.inductor import InductorCosts as InductorCosts
     from .runtime.torch_backend.inductor import inductor_costs as inductor_costs
     from .runtime.torch_backend.symmetric_models import symmetric_buffers as symmetric_buffers
+    from .runtime.torch_backend.work import GroupWork as GroupWork
     from .strategy.distribute import distribute as distribute
     from .strategy.distribute import model_spec as model_spec
     from .strategy.distribute import serve as serve
@@ -101,6 +111,17 @@ _HOMES = {
     "RankMotif": (".runtime.enforcer.rank_plan", "RankMotif"),
     "RowLayout": (".runtime.enforcer.memory", "RowLayout"),
     "StagedBuffers": (".runtime.enforcer.memory", "StagedBuffers"),
+    "ActiveMotif": (".runtime.enforcer.sequencer", "ActiveMotif"),
+    "CarrierMaker": (".runtime.enforcer.carrier", "CarrierMaker"),
+    "CompiledOp": (".runtime.enforcer.compiled_op", "CompiledOp"),
+    "ExecutorCarrier": (".runtime.enforcer.executor_carrier", "ExecutorCarrier"),
+    "NcclCarrier": (".runtime.enforcer.nccl", "NcclCarrier"),
+    "PendingMaximum": (".runtime.enforcer.carrier", "PendingMaximum"),
+    "QueuedOp": (".runtime.enforcer.sequencer", "QueuedOp"),
+    "Sequencer": (".runtime.enforcer.sequencer", "Sequencer"),
+    "Submission": (".runtime.enforcer.sequencer", "Submission"),
+    "SubmissionOwner": (".runtime.enforcer.submission", "SubmissionOwner"),
+    "GroupWork": (".runtime.torch_backend.work", "GroupWork"),
     "Agent": (".control.agent", "Agent"),
     "BenchResult": (".runtime.probe.bench", "BenchResult"),
     "InductorCosts": (".runtime.torch_backend.inductor", "InductorCosts"),

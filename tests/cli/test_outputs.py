@@ -360,3 +360,24 @@ def test_closed_or_full_standard_streams_cost_neither_files_nor_the_exit_code(
     done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
     assert code or b'"rows"' in (tmp_path / "rows.json").read_bytes()
+
+
+def test_a_format_of_programs_that_is_added_is_an_ending_of_every_command(tmp_path: Path) -> None:
+    lines = [
+        "simulate ring -c ring:4 -b 1K -o a.own",
+        "program convert a.own b.own",
+        "motif show 'AR(T[0:8], PG[0:4])' -o c.own",
+        "synth all_gather -c ring:2 -b 1K --makers library --no-cache -o d.own",
+        "reshard --src '(2,1) S0R' --dst '(2,1) RS0' --shape 8,8 -c ring:4 -o e.own",
+    ]
+    code = f"""
+import shlex
+from stretto.programs import formats
+formats.SUFFIXES[".own"] = "text"
+from stretto.cli import run
+for line in {lines}:
+    run(shlex.split(line))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert "unknown ending" not in result.stderr, result.stderr
+    assert {path.name for path in tmp_path.glob("*.own")} == {f"{name}.own" for name in "abcde"}, result.stderr

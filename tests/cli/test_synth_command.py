@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from stretto import AllGather, Cluster, synthesize
 from stretto.cli import run
+from stretto.cli.synth import _bound_text, _search_text
 
 Run = Callable[..., str]
 
@@ -116,3 +119,22 @@ def test_switches_multicast_when_told_so(good: Run, tmp_path: Path) -> None:
     assert "multicast" in good("simulate", str(path), "-c", "dgx2_teccl+multicast", "-b", "1M")
     plain = good("synth", "allgather", "-c", "dgx2_teccl+multicast", *command[4:], "--no-multicast")
     assert "multicast" not in plain
+
+
+def test_no_word_is_said_twice(good: Run) -> None:
+    said = good("synth", "all_gather", "-c", "dgx2:1", "-b", "1M", "--makers", "timetable,library", "--no-cache")
+    assert "timetable: is for devices that are joined by direct links" in said
+    assert "timetable: timetable" not in said
+    small = good("synth", "all_gather", "-c", "ring:8", "-b", "1", "--makers", "library", "--no-cache")
+    assert "the bound: latency: " in small and "(shortest path)" not in small
+
+
+def test_a_search_that_took_longer_than_its_budget_says_so(good: Run) -> None:
+    found = synthesize(AllGather(4), Cluster.preset("ring", nodes=4), 1e6, makers=["library"], cache=False)
+    late = replace(found.certificate, budget_s=1.0, search_s=3.0)
+    assert _search_text(late) == (
+        "searched 3.0 s, with a budget of 1 s: what was under way was finished, proved and simulated"
+    )
+    assert _search_text(replace(late, search_s=0.9)) == "searched 0.9 s"
+    timed = replace(late, bound_reason="timed cut: x must receive 1 KB", bound_method="timed cut")
+    assert _bound_text(timed) == "timed cut: x must receive 1 KB"

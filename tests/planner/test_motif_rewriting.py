@@ -342,7 +342,7 @@ def test_a_registered_rule_takes_part_in_everything() -> None:
         assert parse(str(expr)) == expr
         assert parse_step("halves@1")(apply(whole, "segment", parts=2)).depth == 2
         assert entry("halves").summary == "Reduce to the first rank, then broadcast."
-        with pytest.raises(InvalidInput, match="rule 'halves': there is one already"):
+        with pytest.raises(InvalidInput, match="'halves' is the name of another rule"):
             rule("halves")(halves)
         with pytest.raises(InvalidInput, match="unknown motif 'XX'"):
             rule("other", kinds=["XX"])

@@ -4,12 +4,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
 from stretto.cluster import Cluster
 from stretto.errors import InvalidInput
-from stretto.strategy import BUILDERS, ModelSpec, NodeConfig, Strategy, Variable, build, zoo
+from stretto.strategy import (
+    BUILDERS,
+    ModelSpec,
+    NodeConfig,
+    Resources,
+    Strategy,
+    Sync,
+    Variable,
+    build,
+    register_builder,
+    zoo,
+)  # fmt: skip
 from stretto.strategy.resources import resources
 
 SMALL = {name: zoo.model(name, scale=0.02) for name in zoo.MODELS}
@@ -159,3 +171,39 @@ def test_shapes_that_cannot_be_cut_are_refused() -> None:
     wrong = Strategy(name="w", model=made.model, model_digest=made.model_digest, devices=made.devices, nodes=nodes)
     with pytest.raises(InvalidInput, match=r"partition\[0\]: must be 1\.\."):
         wrong.check(SMALL["vgg16"])
+
+
+@pytest.fixture
+def own_builder() -> Iterator[str]:
+    """A builder of somebody else's, which puts everything on the first device and takes a number."""
+
+    def to_first(model: ModelSpec, there: Resources, from_mb: float = 1.0) -> tuple[NodeConfig, ...]:
+        """Everything on the first device."""
+        server = Sync(kind="parameter_server", placement=there.devices[:1])
+        return tuple(NodeConfig(variable=v.name, sync=server) for v in model.variables if v.nbytes >= from_mb * 0)
+
+    register_builder("to_first", to_first)
+    yield "to_first"
+    BUILDERS.forget("to_first")
+
+
+def test_a_server_that_was_not_asked_to_serve_is_refused(own_builder: str) -> None:
+    model = SMALL["vgg16"]
+    assert build(own_builder, model, CLUSTER, serve=["h0.gpu0"]).servers == ("h0.gpu0",)
+    with pytest.raises(InvalidInput, match=r"serve: builder to_first places .* on h0.gpu0, .* not one of h3.gpu0"):
+        build(own_builder, model, CLUSTER, serve=["h3.gpu0"])
+    with pytest.raises(InvalidInput, match="serve: builder ps places"):
+        build("ps", model, CLUSTER, serve=["h3.gpu0"], device="h0.gpu0")
+
+
+@pytest.mark.parametrize("value", ["x", None, True, float("nan")])
+def test_an_option_that_is_no_number_is_named(own_builder: str, value: object) -> None:
+    with pytest.raises(InvalidInput, match=r"^from_mb: must be a number, not "):
+        build(own_builder, SMALL["vgg16"], 2, from_mb=value)
+    assert build(own_builder, SMALL["vgg16"], 2, from_mb=1).name == "to_first"
+
+
+@pytest.mark.parametrize("value", ["4", 1.5, True])
+def test_an_option_that_is_no_whole_number_is_named(value: object) -> None:
+    with pytest.raises(InvalidInput, match=r"^parts: must be a whole number, not "):
+        build("partitioned_ps", SMALL["vgg16"], 2, parts=value)

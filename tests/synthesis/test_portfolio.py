@@ -589,7 +589,7 @@ def test_a_maker_of_somebody_else_takes_part_here_and_in_a_worker(
     (tmp_path / f"{module}.py").write_text(THIRD_PARTY)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(registry, "_MAKERS", registry.makers())
+    monkeypatch.setattr(registry._MAKERS, "_things", registry.makers())
     register_maker(import_module(module).TwoPrograms())
     options = {"two_programs": {"chunks": 4}}
     found = synthesize(st.AllGather(4), ring, 4 * st.MB, makers=["two_programs"], maker_options=options, jobs=jobs)

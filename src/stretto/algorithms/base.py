@@ -49,8 +49,9 @@ class Algorithm:
     """One entry of the registry: the collectives that an algorithm serves, and the function that builds its programs.
 
     To add an algorithm, write a module of this package that defines ``ALGORITHM = Algorithm(...)`` and add the module's
-    name to `registry.NAMES`. The module is imported when the name is first asked for; everything runs in one process,
-    on no particular rank, and returns the same program for the same arguments.
+    name to `registry.NAMES`; one of somebody else's is made known by `register_algorithm`. The module is imported when
+    the name is first asked for; everything runs in one process, on no particular rank, and returns the same program for
+    the same arguments.
 
     `build(kind, ranks, *, chunks=..., in_place=False, ...) -> Program` is called by `registry.algorithm` once per
     program, after `from_cluster`. It may assume that `kind` is one of `collectives` and that options have the types of
@@ -61,9 +62,11 @@ class Algorithm:
     a program for the collective of that kind over exactly these ranks, usually `Steps.program`, named by `label`. The
     program is not trusted: it is verified before it is simulated, exported or run.
 
-    `refusal(kind, count)` is called without building anything, to list what serves a collective. `from_cluster(cluster,
-    devices, chosen)` is called only where a cluster is given; `chosen` are the options of the user, which it must not
-    return again.
+    `refusal(kind, count)` is called without building anything, to list what serves a collective: it returns None, or
+    the reason why the algorithm is not defined for so many ranks with its default options. `build` must refuse the same
+    calls, with the same words behind the name of the argument: ``raise InvalidInput(f"ranks: {reason}")``. The
+    conformance suite asks for both. `from_cluster(cluster, devices, chosen)` is called only where a cluster is given;
+    `chosen` are the options of the user, which it must not return again.
 
     >>> def one_by_one(kind, ranks, *, chunks=1, root=0, in_place=False):
     ...     devices = devices_of(ranks, chunks, moves=lambda count: count)
@@ -80,19 +83,42 @@ class Algorithm:
     >>> report = program.verify()  # raises VerificationError where the program is wrong
     >>> program.num_transfers
     3
+
+    One that is for even numbers of ranks alone begins so:
+
+    >>> def odd(kind, count):
+    ...     return None if count % 2 == 0 else f"must be even, not {count}"
+    >>> def only_even(kind, ranks, *, chunks=1, root=0, in_place=False):
+    ...     devices = devices_of(ranks, chunks, moves=lambda count: count)
+    ...     if reason := odd(kind, len(devices)):
+    ...         raise InvalidInput(f"ranks: {reason}")
+    ...     return one_by_one(kind, ranks, chunks=chunks, root=root, in_place=in_place)
+    >>> even = Algorithm(
+    ...     name="only_even", collectives=("broadcast",), build=only_even, refusal=odd,
+    ...     summary="as one_by_one", where="an even number of ranks",
+    ... )
+    >>> even.refusal("broadcast", 5)
+    'must be even, not 5'
+
+    Attributes:
+        name: The name that users write; the program's name begins with it.
+        collectives: The kinds of `COLLECTIVES` that it serves.
+        summary: What it does in a few words, for ``stretto algorithms``.
+        where: The rank counts that the algorithm is defined for, in words.
+        build: Builds the program; see above.
+        refusal: Maps a kind and a rank count to the reason why the algorithm is not defined for them with default
+            options, or to None where it is defined.
+        from_cluster: Maps a cluster, the devices and the options that the user chose to further options that suit the
+            cluster.
     """
 
     name: str
     collectives: tuple[str, ...]
     summary: str
     where: str
-    """The rank counts that the algorithm is defined for, in words."""
     build: Callable[..., Program]
     refusal: Callable[[str, int], str | None] = lambda kind, count: None
-    """Maps a kind and a rank count to the reason why the algorithm is not defined for them with default options, or
-    to None where it is defined."""
     from_cluster: Callable[[Cluster, tuple[int, ...], Mapping[str, Any]], dict[str, Any]] | None = None
-    """Maps a cluster, the devices and the options that the user chose to further options that suit the cluster."""
 
     @cached_property
     def options(self) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def direct(
     n = len(devices)
     refused = _refusal(kind, n)
     if refused:
-        raise InvalidInput(refused)
+        raise InvalidInput(f"ranks: {refused}")
     built = Steps()
     name = label("direct", chunks=unless(1, chunks), steps=unless(2, steps))
     if kind in ("permute", "all_to_all_v"):
@@ -150,7 +150,7 @@ def _all_to_all_v(
 def _refusal(kind: str, count: int) -> str | None:
     # Every sum is read by n-1 messages that each wait for n-1 others: n^3 dependencies.
     if kind == "all_reduce" and count > MAX_ALL_REDUCE:
-        return f"ranks: direct all_reduce takes at most {MAX_ALL_REDUCE} ranks, not {count}"
+        return f"direct all_reduce takes at most {MAX_ALL_REDUCE} ranks, not {count}"
     return None
 
 

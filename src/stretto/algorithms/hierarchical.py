@@ -203,7 +203,7 @@ def _sizes(n: int, dims: Sequence[int] | None) -> tuple[int, ...]:
     if dims is None:
         refused = composite_refusal("hierarchical", n)
         if refused:
-            raise InvalidInput(refused)
+            raise InvalidInput(f"ranks: {refused}")
         return n // near_square(n), near_square(n)
     sizes = tuple(int(d) for d in dims)
     if not sizes or min(sizes) < 1 or math.prod(sizes) != n:

@@ -105,7 +105,7 @@ def local_count(name: str, count: int, local: int | None) -> int:
     if local is None:
         refused = composite_refusal(name, count)
         if refused:
-            raise InvalidInput(refused)
+            raise InvalidInput(f"ranks: {refused}")
         return count // near_square(count)
     if local < 1 or count % local:
         raise InvalidInput(f"local: {count} ranks cannot be cut into hosts of {local}")
@@ -113,9 +113,9 @@ def local_count(name: str, count: int, local: int | None) -> int:
 
 
 def composite_refusal(name: str, count: int) -> str | None:
-    """The message for a rank count that is not a product of two factors > 1, or None where it is."""
+    """The reason to refuse a rank count that is not a product of two factors > 1, or None where it is."""
     if near_square(count) == 1:
-        return f"ranks: {name} needs ranks = local x hosts, both > 1, but {count} has no such factors"
+        return f"{name} needs ranks = local x hosts, both > 1, but {count} has no such factors"
     return None
 
 

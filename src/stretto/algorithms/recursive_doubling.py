@@ -51,7 +51,7 @@ def recursive_doubling(
     n = len(devices)
     refused = _refusal(kind, n)
     if refused:
-        raise InvalidInput(refused)
+        raise InvalidInput(f"ranks: {refused}")
     steps = Steps()
     (_all_gather if kind == "all_gather" else _all_reduce)(steps, n, chunks)
     collective = COLLECTIVES[kind](devices, chunks=chunks, in_place=in_place)
@@ -86,7 +86,7 @@ def _all_reduce(steps: Steps, n: int, chunks: int) -> None:
 
 def _refusal(kind: str, count: int) -> str | None:
     if kind == "all_gather" and not is_power_of_two(count):
-        return f"ranks: recursive_doubling all_gather needs a power of two, not {count}; bruck takes any"
+        return f"recursive_doubling all_gather needs a power of two, not {count}; bruck takes any"
     return None
 
 

@@ -11,6 +11,7 @@ from ..collectives import ROOTED
 from ..collectives.conditions import as_ranks
 from ..errors import InvalidInput, unknown
 from ..programs.ir import Program
+from ..registry import Registry
 from .base import Algorithm, collective_kind
 from .options import checked
 
@@ -40,10 +41,42 @@ FOR_COMPARISON = ("nccl_ring", "nccl_tree")
 """Algorithms as another library lays them out; a job's own choice of algorithms leaves them out."""
 
 
+_OTHERS = Registry[Algorithm]("algorithm", reserved=NAMES)
+
+
+def register_algorithm(entry: Algorithm, *, replace: bool = False) -> None:
+    """Make an algorithm of somebody else's known by its name, behind ours.
+
+    The portfolio, the planner, the command line (`STRETTO_PLUGINS`, docs/plugins.md) and the backend's own choice know
+    it from then on. In a job all ranks have to register the same algorithms.
+
+    Args:
+        entry: The algorithm; its docstring is the contract.
+        replace: Whether an algorithm that has the name gives way.
+
+    Raises:
+        InvalidInput: The name is taken, or a collective unknown.
+    """
+    for kind in entry.collectives:
+        collective_kind(kind)
+    _OTHERS.register(entry.name, entry, replace=replace)
+
+
+def names() -> tuple[str, ...]:
+    """The names of all algorithms: ours, then those that others have registered.
+
+    >>> names()[:2]
+    ('ring', 'recursive_doubling')
+    """
+    return tuple(dict.fromkeys((*NAMES, *_OTHERS)))
+
+
 def entry(name: str) -> Algorithm:
     """The registry's entry for a name; `InvalidInput` lists the names where it is unknown."""
+    if name in _OTHERS:
+        return _OTHERS[name]
     if name not in NAMES:
-        raise unknown("algorithm", name, NAMES)
+        raise unknown("algorithm", name, names())
     found = import_module(f".{name}", __package__).ALGORITHM
     assert isinstance(found, Algorithm)
     return found
@@ -55,7 +88,7 @@ def algorithms(collective: str | None = None) -> list[Algorithm]:
     >>> [a.name for a in algorithms("broadcast")]
     ['double_binary_tree', 'binary_tree', 'binomial', 'chain', 'direct']
     """
-    entries = [entry(name) for name in NAMES]
+    entries = [entry(name) for name in names()]
     if collective is None:
         return entries
     kind = collective_kind(collective)
@@ -89,7 +122,7 @@ def algorithm(
     the hierarchical algorithms, an order along the fastest links for rings and chains; the program's name says so.
 
     Args:
-        name: An algorithm, one of `NAMES`.
+        name: An algorithm, one of `names()`.
         collective: The kind of collective in any usual spelling.
         ranks: A rank count, or the device of each rank.
         cluster: The cluster that the program is meant for, or None.

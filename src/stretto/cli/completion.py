@@ -28,9 +28,9 @@ def collective_names(incomplete: str) -> list[str]:
 
 def algorithm_names(incomplete: str) -> list[str]:
     """Algorithms that begin with the word, and ``all``."""
-    from ..algorithms import NAMES
+    from ..algorithms import names
 
-    return [name for name in ("all", *NAMES) if name.startswith(incomplete)]
+    return [name for name in ("all", *names()) if name.startswith(incomplete)]
 
 
 def model_names(incomplete: str) -> list[str]:

@@ -19,11 +19,11 @@ from ..planner.algebra.motif import Path as Place
 from ..planner.algebra.notation import parse
 from ..planner.algebra.notation import show as written
 from ..planner.algebra.rules import parse_step, rules
-from ..programs.formats import save_program
+from ..programs.formats import SUFFIXES, save_program
 from ..units import format_bytes
 from .common import out
 from .options import JsonOption
-from .outputs import PROGRAM, OutputFiles, output
+from .outputs import OutputFiles, output
 
 app = typer.Typer(no_args_is_help=True, help="Rewrite collectives into motifs, and have each rewriting proved.")
 
@@ -81,7 +81,7 @@ def show(
             "--output",
             "-o",
             metavar="FILE",
-            callback=output(*PROGRAM),
+            callback=output(*SUFFIXES),
             help="Write the whole as a program (.txt, .xml or .json); an MSCCL++ plan (.json) is for one host.",
         ),
     ] = None,

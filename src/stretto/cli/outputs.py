@@ -21,7 +21,8 @@ from .session import SESSION
 YAML = (".yaml", ".yml", ".json")
 HTML = (".html", ".htm")
 TRACE = (".pftrace", ".perfetto-trace")
-PROGRAM = (".txt", ".prog", ".xml", ".json")
+SEVERAL_FORMATS = frozenset({".yaml", ".yml", ".prog", ".xml"})
+"""Endings that only options have whose file may be of several formats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class Output:
     @property
     def ending_decides(self) -> bool:
         """Whether the ending of the file's name chooses among formats."""
-        return any(set(several) & set(self.suffixes) - {".json", ".txt"} for several in (YAML, PROGRAM))
+        return not SEVERAL_FORMATS.isdisjoint(self.suffixes)
 
     def check(self, path: Path, option: str) -> None:
         """Refuse a path that could not be written.

@@ -16,7 +16,7 @@ from ..collectives.files import load_collective
 from ..errors import CannotJudge, InvalidInput, StrettoError, VerificationError
 from ..files import write_file
 from ..programs import Lowered, Program, SymmetricProgram
-from ..programs.formats import expanded, format_of, load_program, save_program, symmetric_text
+from ..programs.formats import SUFFIXES, expanded, format_of, load_program, save_program, symmetric_text
 from ..programs.formats.mscclpp_reader import ExecutionPlan, check_plan
 from ..programs.formats.mscclpp_wide import PlanForm
 from ..programs.formats.text import dumps
@@ -25,7 +25,7 @@ from ..programs.lowered import BUFFERS, OPS, READS_SRC, RECEIVES, SENDS, WRITES_
 from ..report.table import ResultTable
 from .common import about, out, parse_limits, progress, say
 from .options import JsonOption, OptionalCluster, SeedOption
-from .outputs import PROGRAM, OutputFiles, output
+from .outputs import OutputFiles, output
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -151,7 +151,7 @@ def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A program file.")],
     target: Annotated[
         Path,
-        typer.Argument(metavar="OUT", callback=output(*PROGRAM), help="What to write: .txt, .prog, .xml or .json."),
+        typer.Argument(metavar="OUT", callback=output(*SUFFIXES), help=f"What to write: {', '.join(SUFFIXES)}."),
     ],
     dialect: Annotated[
         str | None, typer.Option(help="MSCCL XML for the 'new' runtime (and RCCL; default) or the 'old' one.")

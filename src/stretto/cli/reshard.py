@@ -12,7 +12,7 @@ import typer
 
 from ..cluster import Cluster
 from ..errors import InvalidInput, unknown
-from ..programs.formats import save_program
+from ..programs.formats import SUFFIXES, save_program
 from ..report import write_perfetto
 from ..report.bars_html import bars_html
 from ..report.html import Section, timeline_section, write_html
@@ -45,7 +45,7 @@ PlanOutput = Annotated[
         "--output",
         "-o",
         metavar="FILE.json|txt|xml",
-        callback=output(".json", ".txt", ".prog", ".xml"),
+        callback=output(".json", *(ending for ending in SUFFIXES if ending != ".json")),
         help="Write our plan (JSON), or its program: text or MSCCL.",
     ),
 ]

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..algorithms import NAMES, algorithm, algorithms, collective_kind
+from ..algorithms import algorithm, algorithms, collective_kind
+from ..algorithms import names as known_names
 from ..algorithms.hierarchical import suited_to
 from ..algorithms.registry import entry
 from ..algorithms.symmetric import ONE_DIMENSION, symmetric_algorithm, symmetric_hierarchical
@@ -19,7 +20,7 @@ from ..cluster import Cluster
 from ..collectives.files import load_collective
 from ..errors import InvalidInput, StrettoError, VerificationError, unknown
 from ..programs import Lowered, Program, SymmetricProgram
-from ..programs.formats import load_program, save_program
+from ..programs.formats import SUFFIXES, load_program, save_program
 from ..report import html, save_timeline, write_chrome_json, write_perfetto
 from ..report.load_html import LOAD_SLOTS
 from ..report.plots import busy_plot, sweep_plot
@@ -46,7 +47,7 @@ from .options import (
     SettingsOption,
     TraceOption,
 )
-from .outputs import PROGRAM, OutputFiles, output
+from .outputs import OutputFiles, output
 
 Runnable = Program | SymmetricProgram | Lowered
 ALL = "all"
@@ -80,7 +81,7 @@ ProgramOption = Annotated[
         "--output",
         "-o",
         metavar="FILE.txt|xml|json",
-        callback=output(*PROGRAM),
+        callback=output(*SUFFIXES),
         help="Write the program: text, MSCCL or MSCCL++.",
     ),
 ]
@@ -176,7 +177,7 @@ def _in_order(what: str, what_for: str | None, collective: str | None) -> tuple[
 
 def _is_collective(text: str) -> bool:
     try:
-        return text not in NAMES and bool(collective_kind(text))
+        return text not in known_names() and bool(collective_kind(text))
     except InvalidInput:
         return False
 
@@ -285,9 +286,9 @@ def _programs(
     options: dict[str, Any],
 ) -> tuple[dict[str, Runnable], dict[str, str]]:
     """The programs by name, and why others are left out."""
-    if what != ALL and what not in NAMES:
+    if what != ALL and what not in known_names():
         if not Path(what).exists():
-            raise unknown("algorithm or file", what, (ALL, *NAMES))
+            raise unknown("algorithm or file", what, (ALL, *known_names()))
         given = {"--ranks": ranks, "--chunks": chunks, "--set or --root": options}
         for flag, value in given.items():
             if value not in (None, {}):

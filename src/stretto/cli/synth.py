@@ -64,7 +64,7 @@ from .options import (
     RuntimeOption,
     SeedOption,
 )
-from .outputs import PROGRAM, Output, OutputFiles, output
+from .outputs import Output, OutputFiles, output
 from .session import SESSION
 
 SHOWN = 12
@@ -77,7 +77,7 @@ TargetOption = Annotated[
         "--output",
         "-o",
         metavar="FILE|DIR",
-        callback=output(*PROGRAM, folder=True),
+        callback=output(*SUFFIXES, folder=True),
         help="Write the program (.txt, .xml for MSCCL, .json for MSCCL++) with its certificate beside it; "
         "for several sizes a folder.",
     ),
@@ -323,11 +323,11 @@ def _check_target(target: Path | None, form: str | None, limits: dict[str, int],
     suffix = f".{form or 'xml'}" if table else target.suffix
     if table and suffix not in SUFFIXES:
         raise unknown("format", form or "", [ending.removeprefix(".") for ending in SUFFIXES])
-    if table and target.suffix in PROGRAM and not target.is_dir():
+    if table and target.suffix in SUFFIXES and not target.is_dir():
         raise InvalidInput(
             f"--output: {target}: several --bytes make several files; name a directory, without an ending"
         )
-    (Output(folder=True) if table else Output(suffixes=PROGRAM)).check(target, "--output")
+    (Output(folder=True) if table else Output(suffixes=tuple(SUFFIXES))).check(target, "--output")
     return suffix, "" if SUFFIXES[suffix] == "text" else SUFFIXES[suffix]
 
 
@@ -446,7 +446,8 @@ def _print_candidates(console: Console, found: Synthesis, table: ResultTable, ev
         console.print(f"{hidden} more candidates: --all lists them", style="dim")
     for candidate in found.candidates:
         if candidate.time_us is None:
-            console.print(Text(f"{candidate.maker}: {candidate.reason}", style="dim"), soft_wrap=True)
+            why = candidate.reason.removeprefix(f"{candidate.maker.partition(':')[0]}: ")
+            console.print(Text(f"{candidate.maker}: {why}", style="dim"), soft_wrap=True)
     console.print()
     console.print(
         Text(
@@ -457,11 +458,12 @@ def _print_candidates(console: Console, found: Synthesis, table: ResultTable, ev
         Text(f"by {certificate.maker}, {_gap(certificate.time_us, certificate.bound_us)} above the lower bound"),
         soft_wrap=True,
     )
-    console.print(Text(f"the bound: {certificate.bound_reason} ({certificate.bound_method})"), soft_wrap=True)
+    console.print(Text(f"the bound: {_bound_text(certificate)}"), soft_wrap=True)
     if certificate.helpers:
         console.print(Text(in_words(certificate.helpers)), soft_wrap=True)
-    source = "from the cache, proved and simulated anew" if found.cached else f"searched {certificate.search_s:.1f} s"
-    console.print(source, style="dim")
+    console.print(
+        "from the cache, proved and simulated anew" if found.cached else _search_text(certificate), style="dim"
+    )
     if found.lowering is not None:
         console.print(Text(_lowering_text(found.lowering, certificate)), soft_wrap=True)
         if certificate.by_switch:
@@ -470,6 +472,20 @@ def _print_candidates(console: Console, found: Synthesis, table: ResultTable, ev
             console.print(Text(f"with more time another plan may be found: {certificate.cut}"), soft_wrap=True)
         if certificate.unfit_for_old:
             console.print(f"the original MSCCL runtime cannot load it: {certificate.unfit_for_old}", soft_wrap=True)
+
+
+def _bound_text(certificate: Certificate) -> str:
+    """The argument of the lower bound, with its method where the argument does not name it."""
+    reason, method = certificate.bound_reason, certificate.bound_method
+    return reason if method in reason or reason.startswith("latency: ") else f"{reason} ({method})"
+
+
+def _search_text(certificate: Certificate) -> str:
+    """How long the search took, and why where that is more than it was given."""
+    took = f"searched {certificate.search_s:.1f} s"
+    if certificate.search_s < certificate.budget_s * 1.05 + 0.1:
+        return took
+    return f"{took}, with a budget of {certificate.budget_s:g} s: what was under way was finished, proved and simulated"
 
 
 def _lowering_text(lowering: Lowering, certificate: Certificate) -> str:

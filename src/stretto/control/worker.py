@@ -26,6 +26,7 @@ from ..planner.api import SYSTEM, to_plan, to_schedule
 from ..planner.costs.costs import CostModel
 from ..planner.costs.measured import NCCL
 from ..planner.plan import PLAIN, Plan
+from ..registry import VARIABLE as PLUGINS
 from .messages import MAX_MESSAGE_BYTES, CapturedStep, decode_captured, decode_plan, encode_plan
 from .own_costs import MOTIF_US, OwnCosts
 from .refine import RefinedCosts
@@ -123,8 +124,10 @@ class Worker:
         self._deadline = time.monotonic() + ask.budget_s + SPARE_S
         folder = Path(self._folder.name)
         (folder / "ask").write_bytes(msgspec.msgpack.encode(ask))
-        # The planner is no part of the job that it plans for.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("STRETTO_")}
+        # The planner is no part of the job that it plans for; it knows the same rules, algorithms and presets.
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("STRETTO_") or name == PLUGINS
+        }
         self._process = Child(
             [sys.executable, "-m", __name__, str(folder), str(os.getpid())],
             stderr=(folder / "errors").open("wb"),

@@ -33,6 +33,7 @@ from .schedule.problem import PlanProblem
 from .schedule.schedule import Scheduler, StepSchedule
 from .schedule.search import Progress as Searching
 from .schedule.search import SearchResult, search
+from .strange_algorithms import strange_algorithms
 
 ROUNDING = 1e-9
 """How far, as a share, sums of the same times in another order may lie apart."""
@@ -381,7 +382,8 @@ def with_programs(plan: Plan, schedule: StepSchedule, problem: PlanProblem, cost
         The plan with `programs`.
     """
     if not isinstance(costs, SimulatedCosts):
-        return plan
+        strange = strange_algorithms(schedule, problem)
+        return replace(plan, notes=(*plan.notes, *strange)) if strange else plan
     found: dict[tuple[str, str, tuple[str, ...], str], list[tuple[int, ...]]] = {}
     left_out: dict[str, None] = {}
     size = 0

@@ -75,16 +75,24 @@ class SharedArguments(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class MakerRequest:
-    """What the function of a `SearchMaker` is asked for: one program of a collective on a cluster."""
+    """What the function of a `SearchMaker` is asked for: one program of a collective on a cluster.
+
+    Attributes:
+        collective: What the program must achieve.
+        cluster: The network that it runs on; reversed where a reduction is derived.
+        problem: The problem that the program helps to solve; its collective may be another where reductions are
+            derived.
+        budget_s: The seconds that the search should take at most.
+        progress: Takes a line of text and the fraction done, 0..1.
+        options: The options of the task and those that the user gave.
+    """
 
     collective: Collective
     cluster: Cluster
     problem: SynthesisProblem
-    """The problem that the program helps to solve; its collective may be another where reductions are derived."""
     budget_s: float
     progress: Progress
     options: Mapping[str, Any]
-    """The options of the task and those that the user gave."""
 
     @property
     def shared(self) -> SharedArguments:
@@ -109,20 +117,30 @@ class SearchMaker:
 
     The function may assume that the collective is of a kind in `collectives`, over at most `max_ranks` ranks, all on
     devices of the cluster; with ``reduces=False`` that it only copies.
+
+    Attributes:
+        name: The name that users write in ``makers=[...]``.
+        make: The function that searches.
+        collectives: The kinds that it serves.
+        weight: The share of the time that the maker's tasks get together, relative to other makers; ours have 1 to 6.
+        max_ranks: The most ranks that it serves.
+        reduces: Whether the maker can combine chunks itself; if not, reductions are derived from its copying
+            collectives.
+        follows_sketch: Whether it obeys ``problem.sketch``.
+        options: The options that users can set: their names, and their types for msgspec.
+        variants: Maps a problem to the calls that are worth making: pairs of a label (empty for a single call) and the
+            options of that call, which the function finds in ``request.options``.
     """
 
     name: str
     make: Callable[[MakerRequest], Program]
     collectives: tuple[str, ...]
     weight: float = 1.0
-    """The share of the time that the maker's tasks get together, relative to other makers."""
     max_ranks: int = 1 << 17
     reduces: bool = True
-    """Whether the maker can combine chunks itself; if not, reductions are derived from its copying collectives."""
     follows_sketch: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     variants: Callable[[SynthesisProblem], Iterable[tuple[str, dict[str, Any]]]] = one_variant
-    """Maps a problem to the labels and options of the calls that are worth making."""
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker gets options that have been checked; msgspec's types of them cannot be pickled.

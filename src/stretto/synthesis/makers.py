@@ -19,6 +19,7 @@ from ..errors import Infeasible, InvalidInput, StrettoError, unknown
 from ..files import convert
 from ..programs import Program, SymmetricProgram
 from ..programs.formats.msccl_rules import MAX_STEPS
+from ..registry import Registry
 from . import (
     compose,
     exact,
@@ -77,12 +78,15 @@ ONE_SHOT = {"algorithm": "direct", "steps": 1}
 PROMISING = ("hierarchical", "direct", "two_step", "halving_doubling", "recursive_doubling", "pairwise")
 """The algorithms of the library that are asked first on many ranks; `bruck` sends all-to-alls log(n)/2 times over."""
 
-_MAKERS: dict[str, Maker] = {}
+_MAKERS = Registry[Maker]("maker")
 
 
-def register_maker(maker: Maker) -> None:
-    """Make a maker known to every search of this process from now on; one of the same name is replaced."""
-    _MAKERS[maker.name] = maker
+def register_maker(maker: Maker, *, replace: bool = False) -> None:
+    """Make a maker known to every search of this process from now on, as the last one that is asked.
+
+    Its name must be free, or `replace` true: then the maker that has it gives way (`InvalidInput` otherwise).
+    """
+    _MAKERS.register(maker.name, maker, replace=replace)
 
 
 def makers() -> dict[str, Maker]:

@@ -14,7 +14,10 @@ NVLINK_GB_PER_S = 25.0
 
 @register("p3_8xlarge", "AWS p3.8xlarge: 4 V100 with NVLink, 10 Gb/s NIC", default_nodes=2, devices_per_node=4)
 def p3_8xlarge(name: str, nodes: int) -> Cluster:
-    """Four GPUs per host with NVLink; the host's NIC (10 Gb/s, full duplex) is the bottleneck between hosts."""
+    """The machine of the cross-mesh resharding paper: four GPUs per host with NVLink.
+
+    The host's NIC (10 Gb/s, full duplex) is the bottleneck between hosts.
+    """
     hosts = np.arange(nodes)
     wiring = Wiring(host_names(nodes, numbered("gpu", 4)), hosts=np.repeat(hosts, 4))
     gpus = wiring.devices.reshape(nodes, 4)

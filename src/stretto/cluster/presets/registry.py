@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ...errors import InvalidInput, unknown
+from ...registry import Registry
 from ...units import is_number
 from ..model import Cluster
 from ..wiring import MAX_DEVICES
@@ -32,7 +33,7 @@ class _Preset:
     options: tuple[str, ...]
 
 
-_PRESETS: dict[str, _Preset] = {}
+_PRESETS = Registry[_Preset]("preset")
 
 
 def register(
@@ -42,6 +43,7 @@ def register(
     default_nodes: int,
     devices_per_node: int = 1,
     max_nodes: int | None = None,
+    replace: bool = False,
 ) -> Callable[[Build], Build]:
     """Register a preset: a decorator for its builder ``build(name, nodes, *, option=default, ...) -> Cluster``.
 
@@ -51,17 +53,19 @@ def register(
     are checked before the call. The builder checks further limits itself (it raises `InvalidInput` that names the
     option) and returns a new cluster called ``f"{name}:{nodes}"``, usually made with `Wiring` or `grid.regular`, whose
     notes list what was assumed. One builder may be registered under several names. A preset of a third party is known
-    once the module that registers it has been imported.
+    once the module that registers it has been imported; `STRETTO_PLUGINS` names such modules (docs/plugins.md).
 
     Args:
-        name: The name that users write; a name that is registered already is replaced.
+        name: The name that users write.
         description: What ``stretto cluster list`` shows, in at most about 60 characters.
         default_nodes: The number of nodes when the user gives none.
         devices_per_node: The most devices of a node, >= 1.
         max_nodes: The largest number of nodes; as many as make `MAX_DEVICES` devices when not given.
+        replace: Whether a preset that has the name gives way.
 
     Returns:
-        A decorator that registers the builder and returns it unchanged.
+        A decorator that registers the builder and returns it unchanged; it raises `InvalidInput` for a name that is
+        taken.
 
     >>> from stretto.cluster.wiring import Wiring, numbered
     >>> @register("example_star", "devices around one switch", default_nodes=4)
@@ -72,17 +76,18 @@ def register(
     ...     return wiring.cluster(f"{name}:{nodes}", notes=["assumed: 1 us for a message"])
     >>> preset("example_star", gb_per_s=12.5)
     <Cluster example_star:4: 4 devices on 4 hosts, 8 links over ethernet>
-    >>> _ = _PRESETS.pop("example_star")
+    >>> _PRESETS.forget("example_star")
     """
 
     def keep(build: Build) -> Build:
         parameters = inspect.signature(build).parameters.values()
-        _PRESETS[name] = _Preset(
+        made = _Preset(
             info=PresetInfo(name, description, default_nodes),
             build=build,
             max_nodes=max_nodes or MAX_DEVICES // devices_per_node,
             options=tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY),
         )
+        _PRESETS.register(name, made, replace=replace)
         return build
 
     return keep

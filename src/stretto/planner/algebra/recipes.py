@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...algorithms import algorithm, defined_for
+from ...algorithms import algorithm, defined_for, names
 from ...algorithms.orders import fast_orders, rails
 from ...cluster import Cluster
 from ...errors import InvalidInput, unknown
@@ -66,18 +66,19 @@ def library(ask: MotifRequest) -> list[str]:
     """
     if ask.kind == "send" or ask.window is not None:
         return ["direct"]
-    return list(_named(ask.kind, len(ask.group)))
+    return list(_named(ask.kind, len(ask.group), names()))
 
 
 @cache
-def _named(kind: str, count: int) -> tuple[str, ...]:
-    names: list[str] = []
+def _named(kind: str, count: int, known: tuple[str, ...]) -> tuple[str, ...]:
+    """The recipes for a kind and a number of ranks; `known` are the algorithms that there are at the moment."""
+    found: list[str] = []
     for name in defined_for(kind, count):
         if name == SAME_AS_RING:
             continue
-        names += [name, f"{name}:1"] if name in PIPELINED else [name]
-        names += [f"{name}:{FINE[name]}"] if name in FINE and 2 < count <= MAX_FINE_RANKS.get(name, count) else []
-    return tuple(names)
+        found += [name, f"{name}:1"] if name in PIPELINED else [name]
+        found += [f"{name}:{FINE[name]}"] if name in FINE and 2 < count <= MAX_FINE_RANKS.get(name, count) else []
+    return tuple(found)
 
 
 def build(recipe: str, ask: MotifRequest, cluster: Cluster, *, in_place: bool = False) -> Program:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ...algorithms.options import checked
 from ...errors import InvalidInput, unknown
+from ...registry import Registry
 from .motif import KINDS, Expr, Motif, Path
 
 Groups = tuple[tuple[int, ...], ...]
@@ -59,11 +60,15 @@ class RewriteRule:
             raise InvalidInput(f"{self.name}: {error}") from None
 
 
-_RULES: dict[str, RewriteRule] = {}
+_RULES = Registry[RewriteRule]("rule")
 
 
 def rule(
-    name: str, *, kinds: Iterable[str] = tuple(KINDS), choices: Choices = lambda motif, hosts: ({},)
+    name: str,
+    *,
+    kinds: Iterable[str] = tuple(KINDS),
+    choices: Choices = lambda motif, hosts: ({},),
+    replace: bool = False,
 ) -> Callable[[Callable[..., Expr]], Callable[..., Expr]]:
     """Register a rule ``build(motif, *, parameters...) -> Expr``; the first line of its docstring describes it.
 
@@ -88,12 +93,14 @@ def rule(
         name: name of the rule: lower-case letters, digits and _.
         kinds: letters of the motifs that it rewrites; all by default.
         choices: called with a motif and the ranks of each host; returns keyword arguments worth trying.
+        replace: whether a rule that has the name gives way.
 
     Returns:
-        A decorator that registers the function and returns it unchanged.
+        A decorator that registers the function and returns it unchanged; it raises `InvalidInput` for a name that is
+        taken.
 
     Raises:
-        InvalidInput: a kind is unknown, or the name is invalid or taken.
+        InvalidInput: a kind is unknown, or the name is invalid.
     """
     served = tuple(kinds)
     for kind in served:
@@ -101,12 +108,11 @@ def rule(
             raise unknown("motif", kind, KINDS)
     if not re.fullmatch("[a-z][a-z0-9_]*", name):
         raise InvalidInput(f"rule {name!r}: a name is lower-case letters, digits and _")
-    if name in _RULES:
-        raise InvalidInput(f"rule {name!r}: there is one already")
 
     def register(build: Callable[..., Expr]) -> Callable[..., Expr]:
         summary = (inspect.getdoc(build) or "").split("\n")[0]
-        _RULES[name] = RewriteRule(name=name, kinds=served, summary=summary, build=build, choices=choices)
+        made = RewriteRule(name=name, kinds=served, summary=summary, build=build, choices=choices)
+        _RULES.register(name, made, replace=replace)
         return build
 
     return register
@@ -115,7 +121,7 @@ def rule(
 def unregister(name: str) -> None:
     """Remove a rule from the registry."""
     entry(name)
-    del _RULES[name]
+    _RULES.forget(name)
 
 
 def rules(kind: str | None = None) -> list[RewriteRule]:

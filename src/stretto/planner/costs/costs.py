@@ -45,10 +45,23 @@ class Cost:
     source: str
     with_launch: bool = False
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.us < math.inf:
+            raise InvalidInput(f"us: the cost of a motif must be a number >= 0, not {self.us!r} (from {self.source!r})")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Motion:
-    """The subject of a cost: one motif in each of several disjoint groups at once, on some channels."""
+    """The subject of a cost: one motif in each of several disjoint groups at once, on some channels.
+
+    Attributes:
+        kind: The collective (`COLLECTIVES`), or ``send``.
+        groups: The devices of each group; the groups share none.
+        channels: The channels of the cluster that the messages may use.
+        root: The position of the root in each group, for rooted kinds.
+        window: Of an all-to-all: (first, width), so that each rank sends only to those from ``first`` to ``first +
+            width - 1`` places behind it; None for all.
+    """
 
     kind: str
     groups: tuple[tuple[int, ...], ...]

@@ -3,7 +3,8 @@
 
 A format is a module of this package with ``dumps(program, *, option=...) -> str`` and, where it can be read,
 ``loads(text, *, where) -> Program | Lowered``. To add one, write the module, give its file ending in `SUFFIXES`, teach
-`sniff` to recognise its content, and call it in `save_program` and `_parse`; both run in one process, offline.
+`sniff` to recognise its content, and call it in `save_program` and `load_program`; both run in one process,
+offline. The command line takes the endings from `SUFFIXES`.
 
 `save_program` calls `dumps` once per file with a `Program` (formats of transfers) or a `Lowered` (formats of
 instruction streams; it lowers a `Program` first). `dumps` may assume nothing about correctness: it calls

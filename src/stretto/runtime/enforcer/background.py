@@ -33,7 +33,7 @@ class BackgroundMotif:
 
         Args:
             move: Moves the data and returns when that is done, or raises.
-            ended: Called behind the end, usually ``lambda: site.sequencer.ended(entry)``.
+            ended: Called behind the end, usually ``lambda: self.site.sequencer.ended(motif)`` in the carrier's `start`.
             explain: Turns what `move` raised into what those who wait are to see.
         """
         self.error: Exception | None = None

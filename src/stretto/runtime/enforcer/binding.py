@@ -62,20 +62,29 @@ class PeerRanges:
 
 @dataclass(frozen=True, kw_only=True)
 class MotifBinding:
-    """One motif on one rank for one size of the op, in elements. A piece of no region is filled and thrown away."""
+    """One motif on one rank for one size of the op, in elements. A piece of no region is filled and thrown away.
+
+    Attributes:
+        motif: The motif's number in its op.
+        leaf: The motif itself: its kind (`AR`, `RS`, ...), ranks and root.
+        program: None where a library's own algorithm runs.
+        count: The elements of the whole motif, as its collective counts its size, and what was padded.
+        in_place: Whether the program's input and output are one buffer.
+        gives: The pieces of the op's memory that the motif reads, in the order of the program's input.
+        takes: The pieces that it writes, in the order of the program's output.
+        at: In place: where the smaller of the two begins in the larger.
+        exchange: Of an all-to-all with splits: what goes to, and comes from, each rank of the motif.
+    """
 
     motif: int
     leaf: Motif
     program: Program | None
-    """None where a library's own algorithm runs."""
     count: int
     in_place: bool
     gives: Pieces
     takes: Pieces
     at: int
-    """In place: where the smaller of the two begins in the larger."""
     exchange: PeerRanges | None = None
-    """Of an all-to-all with splits: what goes to, and comes from, each rank of the motif."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who moves the motifs of a plan: the contract that every carrier keeps, and what those on the host share."""
+"""Who moves the motifs of a plan: the contract that every carrier keeps, and what those of CPU tensors share."""
 
 from __future__ import annotations
 
@@ -67,17 +67,20 @@ class Carrier(Protocol):
 
     `HostCarrier` does `submit` in terms of a method that moves one motif, which is all that most carriers want to
     write.
+
+    Attributes:
+        programs: Whether it runs the programs that a plan names; else it has algorithms of its own.
+        averages: Whether a reduction over all ranks of an op can be an average.
+        one_launch_order: Whether a motif that was started may keep all others from running until its peers are there.
+            Then all ranks must start all motifs in one order: plans without one are refused, and a call of some ranks
+            alone ends the plan.
+        device: Where the tensors are that it moves.
     """
 
     programs: bool
-    """Whether it runs the programs that a plan names; else it has algorithms of its own."""
     averages: bool
-    """Whether a reduction over all ranks of an op can be an average."""
     one_launch_order: bool
-    """Whether a motif that was started may keep all others from running until its peers are there. Then all ranks must
-    start all motifs in one order: plans without one are refused, and a call of some ranks alone ends the plan."""
     device: torch.device
-    """Where the tensors are that it moves."""
 
     def refusal(self, call: CollectiveCall, engine: Engine) -> str:
         """Why a call is left to the wrapped backend, in plain order; empty where it is not.
@@ -112,7 +115,7 @@ class Carrier(Protocol):
         """
 
     def check(self) -> None:
-        """Raise what has ended the plan, where nobody waits on the host; asked before every call and step."""
+        """Raise what has ended the plan, where no CPU waits; asked before every call and step."""
 
     def read(self) -> None:
         """Report what was measured since, where measurements come late; before every report."""
@@ -133,22 +136,27 @@ class Carrier(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class CarrierSite:
-    """Where a carrier works: what the enforcer that makes it has for it."""
+    """Where a carrier works: what the enforcer that makes it has for it.
+
+    Attributes:
+        rank: This process in the job.
+        size: The number of the job's processes.
+        engine: The engine of the group of all ranks.
+        sequencer: The order of the plan: takes what is submitted, and hears of motifs that have ended.
+        owner: Hears what was measured, and of waits that take long.
+        generation: How many enforcers this process has made; the same on all ranks.
+        explain: Turns an error of the wrapped backend's into one that names the rank that is gone.
+        hopeless: Why an op that does not end never will, as another rank has left the plan; empty where it may.
+    """
 
     rank: int
     size: int
     engine: Engine
-    """The engine of the group of all ranks."""
     sequencer: Sequencer
-    """The order of the plan: takes what is submitted, and hears of motifs that have ended."""
     owner: SubmissionOwner
-    """Hears what was measured, and of waits that take long."""
     generation: int
-    """How many enforcers this process has made; the same on all ranks."""
     explain: Callable[[Exception], Exception]
-    """Turns an error of the wrapped backend's into one that names the rank that is gone."""
     hopeless: Callable[[QueuedOp], str]
-    """Why an op that does not end never will, as another rank has left the plan; empty where it may."""
 
 
 CarrierMaker = Callable[[CarrierSite], Carrier]
@@ -156,7 +164,7 @@ CarrierMaker = Callable[[CarrierSite], Carrier]
 
 
 class HostCarrier(ABC):
-    """A carrier on the host, whose motifs end some time after they were started; subclasses move single motifs."""
+    """A carrier of CPU tensors, whose motifs end some time after they were started; subclasses move single motifs."""
 
     programs = averages = one_launch_order = False
     device = CPU
@@ -187,9 +195,11 @@ class HostCarrier(ABC):
 
         Args:
             loaded: What `load` has made of it.
-            staged: Where it reads (`source`) and writes (`target`): (flat tensor, first element, behind the last).
-            dtype: The type of the elements, by PyTorch's name.
-            op: The reduction, where the motif is one.
+            staged: Where it reads (`source`) and writes (`target`): (flat tensor, first element, behind the last). The
+                target need not hold the input.
+            dtype: The type of the elements, by PyTorch's name; ``uint8`` (and so sizes in bytes) where nothing is added
+                up, as in all-gathers and all-to-alls of any type.
+            op: The reduction (``sum``, ``max``, ...), where the motif is one.
             motif: What `site.sequencer.ended` is told at its end, if it is ``motif.watched``.
             blocking: Whether the thread that calls waits for it at once.
 

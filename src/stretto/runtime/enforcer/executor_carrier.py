@@ -121,7 +121,7 @@ class ExecutorCarrier(HostCarrier):
     def start(
         self, loaded: CompiledMotif, staged: StagedBuffers, dtype: str, op: str, motif: QueuedMotif, *, blocking: bool
     ) -> ActiveMotif:
-        """See `MotifRunner.start`; the end is reported by a thread that sleeps in C++."""
+        """See `HostCarrier.start`; the end is reported by a thread that sleeps in C++."""
         assert isinstance(loaded, ExecutorMotif)
         if loaded.layout.binding.exchange is not None:
             return self._start_exchange(loaded, staged, motif, blocking)
@@ -132,7 +132,7 @@ class ExecutorCarrier(HostCarrier):
     def start_on(
         self, loaded: ExecutorMotif, tensor: torch.Tensor, dtype: str, op: str, motif: QueuedMotif, *, blocking: bool
     ) -> ActiveMotif:
-        """See `MotifRunner.start`; for a motif that works in place on a tensor without gaps."""
+        """See `HostCarrier.start`; for a motif that works in place on a tensor without gaps."""
         assert loaded.layout.place is not None
         _, read, _, written, _ = loaded.layout.place
         begin, size = tensor.data_ptr(), DTYPES[dtype]

@@ -109,7 +109,7 @@ class GlooCarrier(HostCarrier):
     def start(
         self, loaded: CompiledMotif, staged: StagedBuffers, dtype: str, op: str, motif: QueuedMotif, *, blocking: bool
     ) -> ActiveMotif:
-        """See `MotifRunner.start`; the thread of the lane runs it."""
+        """See `HostCarrier.start`; the thread of the lane runs it."""
         assert isinstance(loaded, GlooMotif)
 
         def move() -> None:

@@ -85,7 +85,16 @@ class Pool(ProcessPart):
 
 
 class StagedBuffers:
-    """Where a program reads and writes; `back` brings the `result`, if any, to the op's own memory."""
+    """Where a program reads and writes; `back` brings the `result`, if any, to the op's own memory.
+
+    Attributes:
+        source: What the motif reads: (flat tensor, first element, behind the last). None where this rank gives nothing,
+            as it is not the root of a broadcast or scatter.
+        target: What it writes. None where this rank gets nothing, as it is not the root of a reduction or gather.
+        layout: The pieces of the op's memory that these stand for.
+        scratch: Memory that goes back into the pool at the end.
+        result: The buffer whose content `back` copies to the op's memory; None where it is written there at once.
+    """
 
     __slots__ = ("layout", "result", "scratch", "source", "target")
 

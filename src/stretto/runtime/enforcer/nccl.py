@@ -190,7 +190,7 @@ class NcclCarrier:
     def start(
         self, loaded: CompiledMotif, staged: StagedBuffers, dtype: str, op: str, motif: QueuedMotif, *, blocking: bool
     ) -> ActiveMotif:
-        """See `MotifRunner.start`; inside `turn`, on the current stream."""
+        """See `HostCarrier.start`; inside `turn`, on the current stream."""
         assert isinstance(loaded, NcclMotif)
         me = loaded.leaf.ranks.index(self._rank)
         run(loaded.lane.group, loaded.leaf, me, staged, op, nothing=self._nothing, in_place=True)

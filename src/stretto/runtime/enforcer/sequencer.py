@@ -62,7 +62,19 @@ class ActiveMotif(Protocol):
 
 
 class QueuedMotif:
-    """One motif of one op of one iteration."""
+    """One motif of one op of one iteration.
+
+    Attributes:
+        op: The op with its call.
+        rank_motif: The motif as the plan has it for this rank.
+        state: Whether it waits, runs or has ended.
+        number: Where it stands in the order of all lines.
+        active: What the carrier's `start` returned.
+        watched: Whether its end is reported; else whoever needs it has to look.
+        start_us: When it was started.
+        end_us: When it ended.
+        ready_us: When its op was submitted and what it waits for there had ended, if it could not start at that moment.
+    """
 
     __slots__ = ("active", "end_us", "number", "op", "rank_motif", "ready_us", "start_us", "state", "watched")
 
@@ -70,13 +82,10 @@ class QueuedMotif:
         self.op, self.rank_motif = op, rank_motif
         self.state = WAITING
         self.number = 0
-        """Where it stands in the order of all lines."""
         self.active: ActiveMotif | None = None
         self.watched = False
-        """Whether its end is reported; else whoever needs it has to look."""
         self.start_us = self.end_us = 0.0
         self.ready_us = 0.0
-        """When its op was submitted and what it waits for there had ended, if it could not start at that moment."""
 
 
 class Submission(Protocol):

@@ -11,9 +11,11 @@ once per strategy, in the process that asks (the command line, the search, or ev
 `distribute` without a strategy), so equal arguments must give equal results.
 
 * It may assume a valid `ModelSpec` and `Resources` with at least one device; it needs no cluster and no running job.
-* Options come after the first two parameters and have defaults: a bool or int default fixes the type that is accepted.
+* Options come after the first two parameters and have defaults: a bool, int or float default fixes the type that is
+  accepted.
   The builder checks ranges and raises `InvalidInput` that begins with the option's name.
-* It names devices by ``there.devices``. It sets no encoder and no staleness: `build` adds these to all nodes
+* It names devices by ``there.devices``, and gives servers only to ``there.servers``: those that were asked to serve
+  alone (``serve=``), else all. It sets no encoder and no staleness: `build` adds these to all nodes
   afterwards.
 * The first line of its docstring is what the command line shows. `build` checks the result against the model.
 """
@@ -26,6 +28,8 @@ from inspect import signature
 from typing import Any
 
 from ...errors import InvalidInput, unknown
+from ...registry import Registry
+from ...units import is_number
 from ..model import ModelSpec, Variable
 from ..representation import NodeConfig, Strategy, Sync
 from ..resources import Resources, Where, resources
@@ -59,22 +63,22 @@ _MAKERS: dict[str, Builder] = {
     "zero1": sharded.zero1,
     "zero2": sharded.zero2,
 }
-BUILDERS: dict[str, Info] = {}
+BUILDERS = Registry[Info]("builder")
+"""All builders by name: ours, then those that others have registered."""
 
 
-def register_builder(name: str, make: Builder) -> None:
-    """Make a builder known by a name: to `build`, to searches, and to the command line where its module is imported.
+def register_builder(name: str, make: Builder, *, replace: bool = False) -> None:
+    """Make a builder known by a name: to `build` and to searches; to the command line where `STRETTO_PLUGINS` names it.
 
     Args:
-        name: the name, which no other builder has.
+        name: the name.
         make: the builder; see the contract above.
+        replace: whether a builder that has the name gives way.
 
     Raises:
         InvalidInput: another builder has this name.
     """
-    if name in BUILDERS:
-        raise InvalidInput(f"name: there is a builder {name!r} already")
-    BUILDERS[name] = Info(make=make, about=(make.__doc__ or "").partition("\n")[0])
+    BUILDERS.register(name, Info(make=make, about=(make.__doc__ or "").partition("\n")[0]), replace=replace)
 
 
 for _name, _make in _MAKERS.items():
@@ -122,6 +126,7 @@ def build(
         nodes = info.make(model, there, **options)
     except TypeError as error:
         raise InvalidInput(f"builder {name}: {error}") from None
+    _check_servers(name, nodes, there)
     nodes = tuple(_adjusted(node, model.variable(node.variable), encoder, staleness) for node in nodes)
     if staleness and not any(sync.staleness for node in nodes for sync in (node.sync, *node.parts)):
         raise InvalidInput(f"staleness: {name} has no parameter server for {model.name}; the rest is synchronous")
@@ -139,11 +144,25 @@ def build(
 
 
 def _check_kind(option: str, value: object, usual: object) -> None:
-    """Raise `InvalidInput` if a value is no bool or no whole number although the option's default is one."""
+    """Raise `InvalidInput` if a value is no bool, or no number, of the kind that the option's default is of."""
     if isinstance(usual, bool) and not isinstance(value, bool):
         raise InvalidInput(f"{option}: must be true or false, not {value!r}")
-    if type(usual) is int and isinstance(value, float | bool):
+    if type(usual) is int and (not isinstance(value, int) or isinstance(value, bool)):
         raise InvalidInput(f"{option}: must be a whole number, not {value!r}")
+    if type(usual) is float and not is_number(value):
+        raise InvalidInput(f"{option}: must be a number, not {value!r}")
+
+
+def _check_servers(name: str, nodes: Sequence[NodeConfig], there: Resources) -> None:
+    """Raise `InvalidInput` where a builder has placed something on a server that is not one of those asked for."""
+    for node in nodes:
+        for sync in (node.sync, *node.parts):
+            outside = [device for device in sync.placement if there.serving and device not in there.serving]
+            if outside:
+                raise InvalidInput(
+                    f"serve: builder {name} places {node.variable} on {outside[0]}, which is not one of "
+                    f"{', '.join(there.serving)}"
+                )
 
 
 def _adjusted(node: NodeConfig, variable: Variable, encoder: str, staleness: int) -> NodeConfig:
