@@ -106,6 +106,7 @@ def test_the_status_has_all_three_figures_and_their_shares(ran: Any) -> None:
     assert split["plan_share"] == pytest.approx(ours / plan)
     # A plan that is slower than what runs without it may have been given up by now.
     assert split["gain"] == pytest.approx(own / {"unchanged": own, "backend": ours, "plan": plan}[split["kept"]])
+    assert split["whole_iterations"] > 100 and split["whole_gain"] == pytest.approx(own / split["whole_us"])
     assert split["predicted_backend_us"] > 0 and split["predicted_plan_us"] > 0
 
 

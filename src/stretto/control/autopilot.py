@@ -165,6 +165,8 @@ class Autopilot:
         self._own_times: tuple[OwnTime, ...] = ()
         self._recorder: Recorder | None = None
         self._steps = 0
+        self._first: tuple[int, float] | None = None
+        """The first iteration that ended, and when: from there on the job's time is counted."""
         self._tries = 0
         self._begin_at = NEVER
         self._marks = Marks()
@@ -287,6 +289,8 @@ class Autopilot:
         if not found or any(numbers != look.numbers for _, numbers in seen):
             raise InvalidInput(f"{look.why}; mark the ends of iterations with stretto.torch.step()")
         self._marks.learn(look.numbers, found)
+        # An iteration is something else from here on.
+        self._first = None
         self._begin_at = self._steps + WARM_UP
         self._say(f"an iteration is {found} steps")
 
@@ -298,6 +302,7 @@ class Autopilot:
 
             self._undo.append(gather_early_under_plans())
         self._tally.cut()
+        self._count_whole()
         self._pace.iteration()
         if CURRENT.enforcer is not None:
             CURRENT.enforcer.step()
@@ -312,6 +317,13 @@ class Autopilot:
             self._call_roll(self._roll)
         elif self._steps == self._begin_at or self._asked_again():
             self._record()
+
+    def _count_whole(self) -> None:
+        """What the whole job takes, as a user's own clock sees it."""
+        now = time.perf_counter()
+        self._first = self._first or (self._steps, now)
+        if self._agent is not None:
+            self._agent.whole = (self._steps - self._first[0], (now - self._first[1]) * 1e6)
 
     def _call_roll(self, roll: IterationRollCall) -> None:
         """The first iterations, in which connections, buckets and caches are made: do all ranks come to their ends?"""
