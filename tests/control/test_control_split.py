@@ -85,7 +85,7 @@ def test_all_three_are_told_with_iterations_spread_and_predictions_of_the_same_t
     ("found", "words"),
     [
         (split(own="gloo", kept="unchanged", unchanged=Y, backend=X), "nothing was gained: the job runs on gloo"),
-        (split(own="gloo", kept="unchanged", unchanged=X, backend=Y), "our backend was 1.50 times as fast while"),
+        (split(own="gloo", kept="unchanged", unchanged=X, backend=Y), "our backend was 1.50 times as fast in 20 it"),
         (split(own="gloo", kept="backend", unchanged=Y, backend=Y), "nothing was gained: 1.00 times"),
         (split(own="gloo", kept="plan", unchanged=Z, backend=Y, plan=X), "nothing was gained: 0.33 times"),
         (split(own="gloo", kept="backend", unchanged=X, backend=Y), "gained: 1.50 times as fast as the unchanged job"),

@@ -70,7 +70,8 @@ def verdict(split: GainSplit) -> str:
         share = split.plan_share if split.kept == "plan" else 0.0
         return f"{gained}; the plan is {share:.2f} times as fast as plain order" if share else gained
     if split.kept == "unchanged":
-        tried = f"; our backend was {split.backend_share:.2f} times as fast while it was tried, too short to be sure"
+        count = split.backend.iterations if split.backend is not None else 0
+        tried = f"; our backend was {split.backend_share:.2f} times as fast in {count} iterations, too few to be sure"
         return f"nothing was gained: {now}{tried if split.backend_share >= NOTICEABLE else ''}"
     if split.early and split.plan is not None:
         few = f"{split.plan.iterations} iteration{'s' * (split.plan.iterations != 1)}"
