@@ -218,7 +218,7 @@ def test_many_long_iterations_under_a_plan_are_told_and_not_only_the_last_window
     window.left()
     assert iterations(10, 1e6)["under_plan"] is None
     window.changed(planned=True)
-    assert iterations(300, 5e5)["under_plan"] == measured.Timing.of([5e5] * measured.UNDER_PLAN)
+    assert iterations(300, 5e5)["under_plan"] == Timing.of([5e5] * measured.UNDER_PLAN)
 
 
 def test_the_recorded_step_begins_at_zero_and_keeps_its_order() -> None:

@@ -94,7 +94,7 @@ def rank_main(folder: Path, rank: int) -> None:
 
         compare.faster = lambda some, others: False
         if os.environ["UNDECIDED"] == "ours":
-            compare.Comparison.again = stay_on_ours  # type: ignore[method-assign]
+            compare.Comparison.again = stay_on_ours  # type: ignore[method-assign, assignment]
     for backend in (os.environ.get("BACKEND", "gloo"), LEFT_AS_IT_IS):
         where = f"file://{folder}/{backend.replace(':', '-')}"
         dist.init_process_group(backend, init_method=where, rank=rank, world_size=RANKS)
