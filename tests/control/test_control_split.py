@@ -133,3 +133,5 @@ def test_the_whole_job_stands_beside_the_unchanged_one() -> None:
         "(mean of 299; recording, probing, measuring and planning included)"
     )
     assert last.endswith("(our backend 1.50x, the plan 2.00x); over the whole job 1.20 times")
+    own = split(own="gloo", kept="unchanged", unchanged=X, backend=Y, whole_us=250_000.0, whole_iterations=299)
+    assert "250 ms per iteration (mean of 299;" in gain_lines(own)[-2], "a ratio would tell of the machine alone"

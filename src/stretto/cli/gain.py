@@ -55,7 +55,8 @@ def gain_lines(split: GainSplit) -> list[str]:
     if split.unchanged is None and split.no_unchanged:
         lines.insert(0, f"the unchanged job was not measured: {split.no_unchanged}")
     if split.whole_iterations:
-        share = f", {split.whole_gain:.2f}x" if split.whole_gain else ""
+        # Where nothing of ours runs, the ratio would tell how the machine has changed meanwhile.
+        share = f", {split.whole_gain:.2f}x" if split.whole_gain and split.kept != "unchanged" else ""
         included = f"mean of {split.whole_iterations}; recording, probing, measuring and planning included"
         lines.append(f"{'the whole job:':<28} {format_us(split.whole_us)} per iteration{share} ({included})")
     return [*lines, verdict(split)]
