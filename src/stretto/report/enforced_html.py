@@ -133,7 +133,11 @@ def _gain(job: JobStatus) -> str:
     elif split.unchanged is None:
         total = f"<p>The unchanged job was not measured: {escape(split.no_unchanged) or 'the job ended first'}.</p>"
     if split.whole_iterations:
-        share = f", {split.whole_gain:.2f} times as fast as unchanged" if split.whole_gain else ""
+        share = (
+            f", {split.whole_gain:.2f} times as fast as unchanged"
+            if split.whole_gain and split.kept != "unchanged"
+            else ""
+        )
         included = f"mean of {split.whole_iterations} iterations, recording, probing, measuring and planning included"
         total += f"<p>The whole job: {format_us(split.whole_us)} per iteration{share} ({included}).</p>"
     return f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>{total}"
