@@ -13,7 +13,17 @@ import pytest
 
 from stretto.control import compare
 from stretto.control.aside import LEAD, MOST_STEPS, NOTES, IterationRollCall, _check
-from stretto.control.compare import MOST, MOST_ROUNDS, SETTLE, Comparison, faster
+from stretto.control.compare import (
+    MAX_MISSES,
+    MOST,
+    MOST_LATER,
+    MOST_ROUNDS,
+    OURS_SHARE,
+    SETTLE,
+    Comparison,
+    LaterTurns,
+    faster,
+)
 from stretto.runtime.torch_backend.own_backend import OWN_BACKEND
 
 
@@ -118,6 +128,75 @@ def test_who_runs_calls_changes_only_where_all_ranks_are_at_the_same_call(monkey
     comparison, ran = drive(never, lambda own: 1000.0, monkeypatch)
     assert all(ran) and OWN_BACKEND.runs and not comparison.settled
     assert comparison.own is not None and comparison.ours is None
+
+
+def go_on(
+    comparison: Comparison, begun: int, times_us: Any, monkeypatch: pytest.MonkeyPatch, *, iterations: int,
+    planned_from: int = 1 << 60,
+) -> list[bool]:  # fmt: skip
+    """Go on after an undecided comparison; who ran each iteration from there on."""
+    clock = Clock()
+    monkeypatch.setattr(compare, "time", clock)
+    later, ran = LaterTurns(comparison, begun), []
+    for step in range(begun + 1, begun + iterations + 1):
+        ran.append(OWN_BACKEND.runs)
+        clock.now_s += times_us(OWN_BACKEND.runs) * 1e-6
+        if not later.over:
+            later.iteration(step, planned=step >= planned_from)
+    return ran
+
+
+def undecided(monkeypatch: pytest.MonkeyPatch, ranks: Ranks | None = None) -> tuple[Comparison, int]:
+    comparison, ran = drive(ranks or Ranks(), lambda own: 1000.0, monkeypatch)
+    assert comparison.settled and comparison.undecided and OWN_BACKEND.runs
+    return comparison, len(ran)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_a_little_faster_is_found_to_be_in_more_turns(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = random.Random(seed)
+    comparison, begun = undecided(monkeypatch)
+    ran = go_on(
+        comparison, begun, lambda own: (1060 if own else 1000) * noise.uniform(0.95, 1.15), monkeypatch,
+        iterations=3000,
+    )  # fmt: skip
+    assert not OWN_BACKEND.runs and comparison.settled and not comparison.undecided
+    assert comparison.own is not None and comparison.ours is not None
+    assert comparison.own.median_us > comparison.ours.median_us
+    # Until it was sure, it took few iterations.
+    turned = ran.index(False)
+    sure = next(at for at in range(len(ran)) if not any(ran[at:]))
+    assert turned >= 1 / OURS_SHARE and sum(not own for own in ran[:sure]) <= OURS_SHARE * sure + MOST + SETTLE
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.02])
+def test_what_is_not_faster_takes_a_bounded_part_of_the_job(slower: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = random.Random(7)
+    comparison, begun = undecided(monkeypatch)
+    ran = go_on(
+        comparison, begun, lambda own: (1000 if own else 1000 * slower) * noise.uniform(0.9, 1.3), monkeypatch,
+        iterations=4000,
+    )  # fmt: skip
+    assert OWN_BACKEND.runs and all(ran[-500:])
+    for end in range(200, len(ran), 100):
+        assert sum(not own for own in ran[:end]) <= OURS_SHARE * end
+    assert 0 < sum(not own for own in ran) <= MOST_LATER * (MOST + SETTLE)
+
+
+@pytest.mark.parametrize("at", range(0, 420, 7))
+def test_with_the_first_plan_turns_are_over_and_the_own_backend_runs(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison, begun = undecided(monkeypatch)
+    ran = go_on(comparison, begun, lambda own: 1000.0, monkeypatch, iterations=1000, planned_from=begun + 1 + at)
+    assert all(ran[at + 1 :]) and OWN_BACKEND.runs
+    assert comparison.own is not None and comparison.ours is not None
+
+
+def test_ranks_that_are_not_at_the_same_call_end_later_turns_on_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks()
+    comparison, begun = undecided(monkeypatch, ranks)
+    ranks.answers = [False] * (MAX_MISSES + 5)
+    ran = go_on(comparison, begun, lambda own: 1000.0, monkeypatch, iterations=600)
+    assert all(ran) and OWN_BACKEND.runs and not comparison.settled and len(ranks.answers) == 5
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -13,6 +13,7 @@ from stretto.control.controller import Controller
 from stretto.control.flight_record import groups_of
 from stretto.control.hang_messages import GroupPulse, Pulse, PulseCall
 from stretto.control.hangs import BEHIND, DIFFERS, GONE, HERE, SILENT, STILL_S, STOPPED, STUCK, SURE_S, HangWatch
+from stretto.control.messages import HushRequest
 from stretto.control.starved import StarvedClock, waited_s
 from stretto.errors import InvalidInput
 
@@ -346,6 +347,9 @@ def test_controller_keeps_hangs_of_jobs_that_record_nothing() -> None:
             controller.pulse(Pulse(job="job", epoch=1, rank=2, size=2, beat=1, pid=1))
         with pytest.raises(InvalidInput, match="protocol"):
             controller.pulse(Pulse(protocol=9, job="job", epoch=1, rank=0, size=2, beat=1, pid=1))
+        with pytest.raises(InvalidInput, match="protocol"):
+            controller.hush(HushRequest(protocol=9, job="job"))
+        controller.hush(HushRequest(job="unknown"))
     finally:
         controller.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from stretto.control.split import split
 from stretto.control.worker import PlanReply, PlanRequest
 from stretto.control.worker import answer as plan_now
 from stretto.planner.plan import PLAIN
+from stretto.runtime.enforcer import measured
 from stretto.runtime.enforcer.report import EnforcerReport, MotifReport, Timing
 from stretto.workload import Dep, Op, Workload
 
@@ -77,6 +79,9 @@ def answer(name: str, *, plain_us: float = 300.0) -> PlanReply:
         body=encode_plan(plan), hash=plan.hash, iteration_us=100.0, plain_us=plain_us, current_us=200.0,
         plain_spans=(BAR,), plan_spans=(BAR,),
     )  # fmt: skip
+
+
+SLOW = MotifReport(op="gradients", motif=0, duration_us=50.0, wait_us=0.0, start_us=3.0)
 
 
 def timing(us: float) -> Timing:
@@ -143,6 +148,77 @@ def test_a_plan_that_is_the_applications_own_order_does_not_count_as_the_plan(
     rank.until(lambda status: "being prepared" in status.about)
     seen = rank.until(lambda status: "is active" in status.about, **runs(1, own.hash))
     assert seen.split.plan is None and seen.split.kept == "backend"
+
+
+def under(number: int, hash: str, us: float) -> dict[str, object]:
+    """A rank that has run a plan for long, and a job for longer."""
+    said = runs(number, hash)
+    report = replace(said["report"], under_plan=timing(us), job_iterations=50, job_us=50 * 250.0)  # type: ignore[type-var]
+    return said | {"report": report}
+
+
+def test_a_prediction_stands_beside_what_the_same_plan_takes(start: Callable[[list[PlanReply | None]], Rank]) -> None:
+    first, second = answer("first"), answer("second")
+    second = msgspec.structs.replace(second, iteration_us=50.0)
+    rank = start([first, second])
+    rank.until(lambda status: "being prepared" in status.about)
+    seen = rank.until(lambda status: "is active" in status.about, **under(1, first.hash, 120.0))
+    assert (seen.split.plan, seen.split.predicted_plan_us, seen.split.plan_number) == (timing(120.0), 100.0, 0)
+    assert (seen.split.whole_us, seen.split.whole_iterations, seen.split.whole_gain) == (250.0, 50, 1.6)
+    at = 0
+    while "planning again" not in rank.status().about and "plan 2" not in rank.status().about:
+        at += 20
+        assert at < 20_000
+        report = replace(under(1, first.hash, 120.0)["report"], iteration=at, motifs=(SLOW,))  # type: ignore[type-var]
+        rank.say(**under(1, first.hash, 120.0) | {"report": report})
+        time.sleep(0.01)
+    waits = rank.until(lambda status: "plan 2 is being prepared" in status.about, **under(1, first.hash, 120.0))
+    assert waits.split.predicted_plan_us == 100.0, "plan 2 was made, but plan 1 is what was measured"
+    seen = rank.until(lambda status: "plan 2 is active" in status.about, **under(2, second.hash, 60.0))
+    assert (seen.split.plan, seen.split.predicted_plan_us, seen.split.plan_number) == (timing(60.0), 50.0, 2)
+
+
+def test_the_plan_that_runs_has_one_prediction(start: Callable[[list[PlanReply | None]], Rank]) -> None:
+    first, no_better = answer("first"), msgspec.structs.replace(answer("second"), iteration_us=199.0)
+    rank = start([first, no_better])
+    rank.until(lambda status: "being prepared" in status.about)
+    rank.until(lambda status: "is active" in status.about, **runs(1, first.hash))
+    at = 0
+    while "no plan promises" not in (about := rank.status().about):
+        at += 20
+        assert at < 20_000
+        rank.say(**runs(1, first.hash, at=at, duration_us=50.0))
+        time.sleep(0.01)
+    assert about == (
+        "no plan promises to be 3% faster than the plan that runs "
+        "(by what was measured since it was made, the best one 0.5%)"
+    )
+    assert rank.status().split.predicted_plan_us == 100.0
+
+
+def test_many_long_iterations_under_a_plan_are_told_and_not_only_the_last_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(measured, "now_us", lambda: now)
+    window = measured.MeasuredWindow()
+
+    def iterations(count: int, us: float) -> measured.Figures:
+        nonlocal now
+        for _ in range(count):
+            now += us
+            window.boundary(0.0)
+        return window.figures(())
+
+    assert iterations(10, 1e6)["under_plan"] is None
+    window.changed(planned=True)
+    found = iterations(60, 5e5)
+    assert found["window"] is not None and found["window"].iterations == 5
+    assert found["under_plan"] is not None and found["under_plan"].iterations == 60
+    window.left()
+    assert iterations(10, 1e6)["under_plan"] is None
+    window.changed(planned=True)
+    assert iterations(300, 5e5)["under_plan"] == Timing.of([5e5] * measured.UNDER_PLAN)
 
 
 def test_the_recorded_step_begins_at_zero_and_keeps_its_order() -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from stretto.cli.gain import gain_line, gain_lines, verdict
-from stretto.control.split import GainSplit, over_ranks, split
+from stretto.control.split import LEAST_UNDER_PLAN, GainSplit, over_ranks, split
 from stretto.runtime.enforcer.report import Timing
 
 
@@ -64,7 +64,7 @@ def test_a_spread_is_around_its_median_and_has_a_quarter_on_each_side(seed: int)
     assert sum(us > found.high_us for us in times) <= len(times) / 4
 
 
-X, Y, Z = (timing([us, us, us]) for us in (300_000, 200_000, 100_000))
+X, Y, Z = (timing(LEAST_UNDER_PLAN * [us]) for us in (300_000, 200_000, 100_000))
 
 
 def test_all_three_are_told_with_iterations_spread_and_predictions_of_the_same_thing() -> None:
@@ -73,7 +73,7 @@ def test_all_three_are_told_with_iterations_spread_and_predictions_of_the_same_t
         predicted_plan_us=90_000.0,
     )  # fmt: skip
     first, second, third, last = gain_lines(found)
-    assert first == "unchanged job (gloo):        300 ms per iteration (median of 3, half of them 300 ms to 300 ms)"
+    assert first == "unchanged job (gloo):        300 ms per iteration (median of 20, half of them 300 ms to 300 ms)"
     assert "200 ms per iteration, 1.50x" in second and "predicted 220 ms, 10% too long" in second
     assert "100 ms per iteration, 2.00x" in third and "predicted 90 ms, 10% too short" in third
     assert last == "gained: 3.00 times as fast as the unchanged job (our backend 1.50x, the plan 2.00x)"
@@ -85,7 +85,7 @@ def test_all_three_are_told_with_iterations_spread_and_predictions_of_the_same_t
     ("found", "words"),
     [
         (split(own="gloo", kept="unchanged", unchanged=Y, backend=X), "nothing was gained: the job runs on gloo"),
-        (split(own="gloo", kept="unchanged", unchanged=X, backend=Y), "our backend was 1.50 times as fast while"),
+        (split(own="gloo", kept="unchanged", unchanged=X, backend=Y), "our backend was 1.50 times as fast in 20 it"),
         (split(own="gloo", kept="backend", unchanged=Y, backend=Y), "nothing was gained: 1.00 times"),
         (split(own="gloo", kept="plan", unchanged=Z, backend=Y, plan=X), "nothing was gained: 0.33 times"),
         (split(own="gloo", kept="backend", unchanged=X, backend=Y), "gained: 1.50 times as fast as the unchanged job"),
@@ -108,4 +108,30 @@ def test_ranks_are_averaged_once_all_have_measured() -> None:
     assert over_ranks([X, None]) is None and over_ranks([]) is None
     found = over_ranks([X, Z])
     assert found is not None
-    assert (found.median_us, found.iterations) == (200_000, 3)
+    assert (found.median_us, found.iterations) == (200_000, LEAST_UNDER_PLAN)
+
+
+def test_no_gain_is_claimed_from_a_few_iterations_under_a_plan() -> None:
+    few = timing((LEAST_UNDER_PLAN - 1) * [100_000])
+    found = split(own="gloo", kept="plan", unchanged=X, backend=Y, plan=few)
+    assert found.early and not split(kept="plan", unchanged=X, plan=Z).early
+    assert not split(kept="backend", unchanged=X, backend=Y, plan=few).early
+    said = verdict(found)
+    assert said.startswith("too early to say what was gained: 19 iterations under the plan, of 20 at least (3.00 times")
+    assert gain_line(found).endswith("together 3.00x per iteration, in only 19 iterations")
+
+
+def test_the_whole_job_stands_beside_the_unchanged_one() -> None:
+    found = split(
+        own="gloo", kept="plan", unchanged=X, backend=Y, plan=Z, plan_number=3, whole_us=250_000.0,
+        whole_iterations=299,
+    )  # fmt: skip
+    *_, plan, whole, last = gain_lines(found)
+    assert plan.startswith("under plan 3, the last:      100 ms per iteration")
+    assert whole == (
+        "the whole job:               250 ms per iteration, 1.20x "
+        "(mean of 299; recording, probing, measuring and planning included)"
+    )
+    assert last.endswith("(our backend 1.50x, the plan 2.00x); over the whole job 1.20 times")
+    own = split(own="gloo", kept="unchanged", unchanged=X, backend=Y, whole_us=250_000.0, whole_iterations=299)
+    assert "250 ms per iteration (mean of 299;" in gain_lines(own)[-2], "a ratio would tell of the machine alone"

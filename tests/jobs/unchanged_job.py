@@ -2,7 +2,8 @@
 """Plain data-parallel training on gloo, which knows nothing of us: ``unchanged_job.py FOLDER``.
 
 Forked ranks train until the file `stop` is in the folder (or for STEPS steps, on the backend BACKEND), then as many
-steps again on a gloo that is left as it is.
+steps again on a gloo that is left as it is. With UNDECIDED no backend is ever found to be
+faster, and with UNDECIDED=ours the first later turn never ends by itself.
 Gradients are rounded so that every order of adding them gives the same sum: losses must be the same, bit for bit.
 """
 
@@ -48,7 +49,7 @@ def train(folder: Path, steps: int) -> tuple[list[float], list[tuple[bool, int, 
     while not stop.item() and (not steps or len(losses) < steps):
         enforcer: Any = CURRENT.enforcer
         ran.append((OWN_BACKEND.runs, *(number_and_side(enforcer) if enforcer is not None else (0, ""))))
-        if not steps:
+        if not steps or "UNDECIDED" in os.environ:
             time.sleep(PAUSE_S)
         inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * len(losses) + dist.get_rank()))
         optimizer.zero_grad()
@@ -75,6 +76,12 @@ def number_and_side(enforcer: Any) -> tuple[int, str]:
     return enforcer.report().number, (trial.side(enforcer._iteration) if trial is not None else None) or ""
 
 
+def stay_on_ours(comparison: Any) -> None:
+    """Instead of a later turn of both sides: one of ours that never ends by itself."""
+    comparison._blocks, comparison._length = ["ours"], 1 << 30
+    comparison._turn("ours")
+
+
 def rank_main(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS)}
@@ -82,6 +89,12 @@ def rank_main(folder: Path, rank: int) -> None:
     steps = int(os.environ.get("STEPS", "0"))
     if "BACKEND" in os.environ:
         import stretto.torch  # noqa: F401
+    if "UNDECIDED" in os.environ:
+        from stretto.control import compare
+
+        compare.faster = lambda some, others: False
+        if os.environ["UNDECIDED"] == "ours":
+            compare.Comparison.again = stay_on_ours  # type: ignore[method-assign, assignment]
     for backend in (os.environ.get("BACKEND", "gloo"), LEFT_AS_IT_IS):
         where = f"file://{folder}/{backend.replace(':', '-')}"
         dist.init_process_group(backend, init_method=where, rank=rank, world_size=RANKS)

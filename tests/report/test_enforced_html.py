@@ -43,8 +43,8 @@ SPANS = (
 SPLIT = split(
     own="gloo", kept="plan", unchanged=Timing(median_us=12000.0, low_us=11000.0, high_us=13000.0, iterations=16),
     backend=Timing(median_us=8000.0, low_us=7000.0, high_us=9000.0, iterations=15),
-    plan=Timing(median_us=4000.0, low_us=3000.0, high_us=5000.0, iterations=14), predicted_backend_us=16000.0,
-    predicted_plan_us=2000.0,
+    plan=Timing(median_us=4000.0, low_us=3000.0, high_us=5000.0, iterations=24), predicted_backend_us=16000.0,
+    predicted_plan_us=2000.0, whole_us=6000.0, whole_iterations=99,
 )  # fmt: skip
 
 
@@ -56,10 +56,21 @@ def test_the_three_figures_stand_beside_their_predictions(tmp_path: Path) -> Non
         "<td>unchanged job (gloo)</td><td>12 ms</td><td></td><td>11 ms to 13 ms</td><td>16</td><td></td><td></td>",
         "<td>our backend, plain order</td><td>8 ms</td><td>1.50x</td><td>7 ms to 9 ms</td><td>15</td><td>16 ms</td>"
         "<td>0.50</td>",
-        "<td>under the plan</td><td>4 ms</td><td>2.00x</td><td>3 ms to 5 ms</td><td>14</td><td>2 ms</td><td>2.00</td>",
+        "<td>under the plan</td><td>4 ms</td><td>2.00x</td><td>3 ms to 5 ms</td><td>24</td><td>2 ms</td><td>2.00</td>",
         "Together 3.00 times as fast as the unchanged job",
+        "The whole job: 6 ms per iteration, 2.00 times as fast as unchanged (mean of 99 iterations",
     ):
         assert row in page, row
+
+
+def test_a_few_iterations_under_a_plan_are_no_gain(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    few = Timing(median_us=4000.0, low_us=3000.0, high_us=5000.0, iterations=5)
+    both = split(own="gloo", kept="plan", unchanged=SPLIT.unchanged, backend=SPLIT.backend, plan=few, plan_number=3)
+    write_enforced_html(path, Status(pid=1, jobs=(msgspec.structs.replace(JOB, split=both),)))
+    page = path.read_text()
+    assert "Together" not in page and "Too early to say what was gained: 5 iterations under the plan." in page
+    assert "<td>under plan 3, the last</td>" in page
 
 
 def test_timelines_begin_at_zero_show_compute_and_stay_when_the_plan_does_not_run(tmp_path: Path) -> None:

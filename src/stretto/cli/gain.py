@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ..control.split import GainSplit
+from ..control.split import LEAST_UNDER_PLAN, GainSplit
 from ..runtime.enforcer.report import Timing
 from ..units import format_us
 
@@ -30,7 +30,8 @@ def gain_line(split: GainSplit) -> str:
         parts.append(f"plan {format_us(split.plan.median_us)}{_share(split.plan_share)}")
     if split.gain and split.kept != "unchanged":
         parts[-1] += f", together {split.gain:.2f}x"
-    return " -> ".join(parts) + (" per iteration" if parts else "")
+    few = f", in only {split.plan.iterations} iterations" if split.early and split.plan is not None else ""
+    return " -> ".join(parts) + (f" per iteration{few}" if parts else "")
 
 
 def gain_lines(split: GainSplit) -> list[str]:
@@ -48,10 +49,16 @@ def gain_lines(split: GainSplit) -> list[str]:
     if split.backend is not None:
         rows.append(("our backend, plain order", split.backend, split.backend_share, split.predicted_backend_us))
     if split.plan is not None:
-        rows.append(("under the plan", split.plan, split.plan_share, split.predicted_plan_us))
+        name = f"under plan {split.plan_number}, the last" if split.plan_number else "under the plan"
+        rows.append((name, split.plan, split.plan_share, split.predicted_plan_us))
     lines = [f"{name + ':':<28} {_figure(timing, share, predicted_us)}" for name, timing, share, predicted_us in rows]
     if split.unchanged is None and split.no_unchanged:
         lines.insert(0, f"the unchanged job was not measured: {split.no_unchanged}")
+    if split.whole_iterations:
+        # Where nothing of ours runs, the ratio would tell how the machine has changed meanwhile.
+        share = f", {split.whole_gain:.2f}x" if split.whole_gain and split.kept != "unchanged" else ""
+        included = f"mean of {split.whole_iterations}; recording, probing, measuring and planning included"
+        lines.append(f"{'the whole job:':<28} {format_us(split.whole_us)} per iteration{share} ({included})")
     return [*lines, verdict(split)]
 
 
@@ -64,14 +71,20 @@ def verdict(split: GainSplit) -> str:
         share = split.plan_share if split.kept == "plan" else 0.0
         return f"{gained}; the plan is {share:.2f} times as fast as plain order" if share else gained
     if split.kept == "unchanged":
-        tried = f"; our backend was {split.backend_share:.2f} times as fast while it was tried, too short to be sure"
+        count = split.backend.iterations if split.backend is not None else 0
+        tried = f"; our backend was {split.backend_share:.2f} times as fast in {count} iterations, too few to be sure"
         return f"nothing was gained: {now}{tried if split.backend_share >= NOTICEABLE else ''}"
+    if split.early and split.plan is not None:
+        few = f"{split.plan.iterations} iteration{'s' * (split.plan.iterations != 1)}"
+        seen = f"{split.gain:.2f} times as fast as the unchanged job in these"
+        return f"too early to say what was gained: {few} under the plan, of {LEAST_UNDER_PLAN} at least ({seen})"
     if split.gain < NOTICEABLE:
         return f"nothing was gained: {split.gain:.2f} times as fast as the unchanged job; {now}"
     shares = f"our backend {split.backend_share:.2f}x"
     if split.kept == "plan" and split.plan_share:
         shares += f", the plan {split.plan_share:.2f}x"
-    return f"gained: {split.gain:.2f} times as fast as the unchanged job ({shares})"
+    whole = f"; over the whole job {split.whole_gain:.2f} times" if split.whole_gain else ""
+    return f"gained: {split.gain:.2f} times as fast as the unchanged job ({shares}){whole}"
 
 
 def _share(share: float) -> str:

@@ -75,5 +75,9 @@ def with_memory(now: JobStatus, before: JobStatus | None) -> JobStatus:
     if not now.predicted_us and now.plan == before.plan and before.predicted_us:
         kept |= {"predicted_us": before.predicted_us, "plan_name": before.plan_name}
     if now.split.plan is None and before.split.plan is not None:
-        kept["split"] = before.split
+        whole = now.split if now.split.whole_iterations else before.split
+        kept["split"] = msgspec.structs.replace(
+            before.split, whole_us=whole.whole_us, whole_iterations=whole.whole_iterations,
+            whole_gain=whole.whole_gain or before.split.whole_gain,
+        )  # fmt: skip
     return msgspec.structs.replace(now, **kept) if kept else now

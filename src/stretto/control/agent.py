@@ -91,6 +91,8 @@ class Agent:
         self._complaint = ""
         self._compared = EnforcerReport()
         """What was measured without a plan: only these fields of it count."""
+        self.whole: tuple[int, float] = (0, 0.0)
+        """Iterations of the job so far, but for the first, and the microseconds that they took by the clock."""
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="stretto-agent", daemon=True)
 
@@ -184,6 +186,7 @@ class Agent:
         return replace(
             report, fell_back=report.fell_back[:1000], own=before.own, backend=before.backend,
             own_name=before.own_name, on_own=before.on_own, no_own=before.no_own,
+            job_iterations=self.whole[0], job_us=self.whole[1],
             # While a plan is made the planner takes time from the job, so what was measured before that comes first.
             plain_us=base.median_us if base is not None else self._plain_us or report.plain_us,
         )  # fmt: skip

@@ -31,7 +31,7 @@ from ..units import format_us
 from .agent import Agent, exchange_over
 from .aside import IterationRollCall, SideGroup
 from .bucket_size import set_bucket_size
-from .compare import Comparison
+from .compare import Comparison, LaterTurns
 from .gpu_pace import GpuPace
 from .inductor import tell_inductor
 from .marks import LOOK, MOST, USER, Marks, common, period_of
@@ -156,6 +156,8 @@ class Autopilot:
         """What the plan is kept under for the next start; empty: none is kept."""
         self._may_recall = True
         self._comparison: Comparison | None = None
+        self._later: LaterTurns | None = None
+        """Where the comparison has ended, and neither side was faster for sure."""
         self._workload: Workload | None = None
         self._misses = 0
         self._agent: Agent | None = None
@@ -165,6 +167,8 @@ class Autopilot:
         self._own_times: tuple[OwnTime, ...] = ()
         self._recorder: Recorder | None = None
         self._steps = 0
+        self._first: tuple[int, float] | None = None
+        """The first iteration that ended, and when: from there on the job's time is counted."""
         self._tries = 0
         self._begin_at = NEVER
         self._marks = Marks()
@@ -287,6 +291,8 @@ class Autopilot:
         if not found or any(numbers != look.numbers for _, numbers in seen):
             raise InvalidInput(f"{look.why}; mark the ends of iterations with stretto.torch.step()")
         self._marks.learn(look.numbers, found)
+        # An iteration is something else from here on.
+        self._first = None
         self._begin_at = self._steps + WARM_UP
         self._say(f"an iteration is {found} steps")
 
@@ -298,6 +304,7 @@ class Autopilot:
 
             self._undo.append(gather_early_under_plans())
         self._tally.cut()
+        self._count_whole()
         self._pace.iteration()
         if CURRENT.enforcer is not None:
             CURRENT.enforcer.step()
@@ -312,6 +319,15 @@ class Autopilot:
             self._call_roll(self._roll)
         elif self._steps == self._begin_at or self._asked_again():
             self._record()
+        elif self._later is not None:
+            self._turn_later(self._later)
+
+    def _count_whole(self) -> None:
+        """What the whole job takes, as a user's own clock sees it."""
+        now = time.perf_counter()
+        self._first = self._first or (self._steps, now)
+        if self._agent is not None:
+            self._agent.whole = (self._steps - self._first[0], (now - self._first[1]) * 1e6)
 
     def _call_roll(self, roll: IterationRollCall) -> None:
         """The first iterations, in which connections, buckets and caches are made: do all ranks come to their ends?"""
@@ -477,14 +493,36 @@ class Autopilot:
         self._stop_comparing(comparison, "iterations end at different calls on different ranks")
         own, ours = comparison.own, comparison.ours
         if own is not None and ours is not None:
-            each = f"{OWN_BACKEND.asked} {format_us(own.median_us)}, ours {format_us(ours.median_us)} per iteration"
-            runs = OWN_BACKEND.asked if OWN_BACKEND.runs else "ours"
-            self._say(f"measured in turns: {each}; {runs} runs{'' if self._on_programs() else ' while a plan is made'}")
+            then = "" if self._on_programs() else " while a plan is made"
+            self._say(f"measured in turns: {self._each(comparison)} runs{then}")
         if self._on_programs():
             # Plans run above NCCL, which was slower, and its kernels beside ours could block each other.
             CURRENT.enforcer = None
             return
+        if comparison.settled and comparison.undecided and OWN_BACKEND.asked == GLOO:
+            # On GPUs the kernels of a plan that becomes active could block ours.
+            self._later = LaterTurns(comparison, self._steps)
         self._tell_captured(self._workload, self._cluster)
+
+    def _turn_later(self, later: LaterTurns) -> None:
+        """Own and ours were about as fast: more turns, now and then."""
+        assert self._agent is not None and self._enforcer is not None
+        done, comparison = later.iteration(self._steps, planned=self._enforcer.used), later.comparison
+        if later.over:
+            self._later = None
+        if not done:
+            return
+        self._agent.compared(
+            own=comparison.own, backend=comparison.ours, own_name=OWN_BACKEND.asked, on_own=OWN_BACKEND.runs
+        )
+        if not comparison.undecided:
+            self._say(f"measured in more turns: {self._each(comparison)} runs from here on")
+
+    def _each(self, comparison: Comparison) -> str:
+        """What was measured of both sides, and then who runs."""
+        own, ours = (format_us(timing.median_us) if timing else "-" for timing in (comparison.own, comparison.ours))
+        runs = OWN_BACKEND.asked if OWN_BACKEND.runs else "ours"
+        return f"{OWN_BACKEND.asked} {own}, ours {ours} per iteration; {runs}"
 
     def _on_programs(self) -> bool:
         """Whether an NCCL job's calls run as programs on GPU memory from here on, as that was faster."""
@@ -559,7 +597,7 @@ class Autopilot:
         return "gloo" if above_gloo and len(channels_of(os.environ)) == 1 else None
 
     def _drop(self, why: str) -> None:
-        self._recorder = self._comparison = None
+        self._recorder = self._comparison = self._later = None
         if self._enforcer is not None:
             CURRENT.enforcer = self._enforcer
         self._tries += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from math import sqrt
+from math import ceil, sqrt
 from statistics import median
 from typing import TYPE_CHECKING, Literal
 
@@ -31,6 +31,12 @@ MAX_MISSES = 8
 """Boundaries at which ranks had not submitted the same calls, until it is given up."""
 SURE = 2.33
 """How many standard deviations of chance the pairs must be off: one in a hundred comparisons of equals is further."""
+
+
+OURS_SHARE = 0.05
+"""The part of a job's iterations that ours runs in later turns at most: were it 20 % slower, the job would be 1 %."""
+MOST_LATER = 12
+"""Later turns of each side."""
 
 
 def faster(some: Sequence[float], others: Sequence[float]) -> bool:
@@ -77,6 +83,33 @@ class Comparison:
         """What was measured of ours, in plain order."""
         return Timing.of(self._times["ours"])
 
+    @property
+    def undecided(self) -> bool:
+        """Whether neither was faster for sure; then the job's own backend runs."""
+        own, ours = self._times["own"], self._times["ours"]
+        return not faster(ours, own) and not faster(own, ours)
+
+    @property
+    def turn_iterations(self) -> int:
+        """For how many iterations a side runs at a time."""
+        return self._length + SETTLE
+
+    def again(self) -> None:
+        """Measure both once more, beginning on the job's own backend, which runs."""
+        self._blocks = ["own", "ours"]
+        self._misses = 0
+        self._turn("own")
+        self._last = time.perf_counter()
+
+    def abandon(self) -> bool:
+        """At the end of an iteration: the own backend runs on. Whether it does; else `iteration` tries on."""
+        if self._blocks and self._counted:
+            # Of a block that has not ended only this rank's times are there.
+            del self._times[self._blocks[0]][-self._counted :]
+        self._blocks, self._counted = [], 0
+        self._turn("own")
+        return self.over
+
     def iteration(self) -> bool:
         """An iteration ends; whether the comparison has ended with it, the same on all ranks."""
         now = time.perf_counter()
@@ -105,13 +138,12 @@ class Comparison:
         if self._blocks:
             self._turn(self._blocks[0])
             return
-        own, ours = self._times["own"], self._times["ours"]
         self._rounds += 1
-        if self._rounds < MOST_ROUNDS and not faster(ours, own) and not faster(own, ours):
+        if self._rounds < MOST_ROUNDS and self.undecided:
             self._blocks = ["own", "ours"]
             self._turn("own")
             return
-        self._turn("ours" if faster(ours, own) else "own")
+        self._turn("ours" if faster(self._times["ours"], self._times["own"]) else "own")
 
     def _turn(self, side: Side) -> None:
         """Let a side run from here on; where ranks are not at the same call, try at the next boundary."""
@@ -126,3 +158,52 @@ class Comparison:
         self._turning = None
         self._settling = SETTLE
         self.over = self.settled = not self._blocks
+
+
+class LaterTurns:
+    """More turns of a comparison in which neither side was faster for sure, while the job goes on in plain order.
+
+    Ours runs at most `OURS_SHARE` of the iterations, and `MOST_LATER` turns. What is done at the end of an iteration
+    follows from its number, from whether a plan has been active, and from what ranks have told each other: it is the
+    same on all ranks. With the first plan it is over, as plans are set aside to be compared with both.
+    """
+
+    def __init__(self, comparison: Comparison, step: int) -> None:
+        self.comparison = comparison
+        self.over = False
+        self._turns = 0
+        self._running = self._leaves = False
+        self._next = self._after(step)
+
+    def iteration(self, step: int, *, planned: bool) -> bool:
+        """An iteration ends.
+
+        Args:
+            step: Its number, the same on all ranks.
+            planned: Whether a plan is, or has been, active, which is the same on all ranks.
+
+        Returns:
+            Whether turns have ended with it: what was measured, or what runs, may be another than before.
+        """
+        if not self._running:
+            self.over = planned
+            if not planned and step >= self._next:
+                self._running = True
+                self.comparison.again()
+            return False
+        if planned and not self._leaves:
+            self._leaves = True
+            done = self.comparison.abandon()
+        else:
+            done = self.comparison.iteration()
+        if done:
+            self._running = False
+            self._turns += 1
+            self._next = self._after(step)
+            decided = not self.comparison.settled or not self.comparison.undecided
+            self.over = self._leaves or decided or self._turns == MOST_LATER
+        return done
+
+    def _after(self, step: int) -> int:
+        """The iteration at which the next turns begin."""
+        return step + ceil(self.comparison.turn_iterations / OURS_SHARE)

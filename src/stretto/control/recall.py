@@ -136,7 +136,8 @@ def identity_of(
         hosts: Every rank's host; equal where ranks share one.
 
     Returns:
-        By what each of these is called, the same on all ranks; empty where one of them has no calls.
+        By what each of these is called; empty on all ranks where one of them has no calls. Variables are this rank's
+        own, and what rank 0 finds counts.
     """
     mine = [_number((rank, [_said(call) for call in calls])), _number((rank, socket.gethostname())), not calls]
     together, names, without = aside.sums(mine)

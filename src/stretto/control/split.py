@@ -10,6 +10,9 @@ import msgspec
 
 from ..runtime.enforcer.report import Timing
 
+LEAST_UNDER_PLAN = 20
+"""Iterations under a plan before it is said what was gained by it."""
+
 
 class GainSplit(msgspec.Struct, frozen=True, kw_only=True):
     """Three ways of running the same training step, as they were measured in this job.
@@ -28,6 +31,12 @@ class GainSplit(msgspec.Struct, frozen=True, kw_only=True):
     """Why `unchanged` is not known."""
     predicted_backend_us: float = 0.0
     predicted_plan_us: float = 0.0
+    plan_number: int = 0
+    """The number of the plan that `plan` is of, where others were measured before; else 0."""
+    whole_us: float = 0.0
+    """The mean iteration of the whole job by the clock: recording, probing, measuring and planning again included."""
+    whole_iterations: int = 0
+    """How many these are: all but the first."""
     kept: str = ""
     """What runs now: "unchanged", "backend" or "plan"."""
     backend_share: float = 0.0
@@ -36,11 +45,19 @@ class GainSplit(msgspec.Struct, frozen=True, kw_only=True):
     """How many times faster the plan is than the application's order on our backend; 0: not known."""
     gain: float = 0.0
     """How many times faster what runs now is than the unchanged job; 0 where one of them was not measured."""
+    whole_gain: float = 0.0
+    """How many times faster the whole job was than the unchanged one; 0 where that was not measured."""
+
+    @property
+    def early(self) -> bool:
+        """Whether the plan that runs has had too few iterations to say what it gains."""
+        return self.kept == "plan" and self.plan is not None and self.plan.iterations < LEAST_UNDER_PLAN
 
 
 def split(
     *, own: str = "", unchanged: Timing | None = None, backend: Timing | None = None, plan: Timing | None = None,
     no_unchanged: str = "", predicted_backend_us: float = 0.0, predicted_plan_us: float = 0.0, kept: str = "",
+    plan_number: int = 0, whole_us: float = 0.0, whole_iterations: int = 0,
 ) -> GainSplit:  # fmt: skip
     """The three figures with their ratios; arguments are the fields of `GainSplit`.
 
@@ -58,15 +75,20 @@ def split(
         predicted_backend_us: The predicted iteration in plain order.
         predicted_plan_us: The predicted iteration under the plan.
         kept: Which of the three the job runs on with.
+        plan_number: The number of the plan, where it was not the only one.
+        whole_us: The mean iteration of the whole job.
+        whole_iterations: How many iterations that is the mean of.
 
     Returns:
-        The figures with `backend_share`, `plan_share` and `gain`.
+        The figures with `backend_share`, `plan_share`, `gain` and `whole_gain`.
     """
     now = {"unchanged": unchanged, "backend": backend, "plan": plan}.get(kept)
     return GainSplit(
         own=own, unchanged=unchanged, backend=backend, plan=plan, no_unchanged=no_unchanged,
         predicted_backend_us=predicted_backend_us, predicted_plan_us=predicted_plan_us, kept=kept,
         backend_share=_times(unchanged, backend), plan_share=_times(backend, plan), gain=_times(unchanged, now),
+        plan_number=plan_number, whole_us=whole_us, whole_iterations=whole_iterations,
+        whole_gain=unchanged.median_us / whole_us if unchanged is not None and whole_us > 0 else 0.0,
     )  # fmt: skip
 
 

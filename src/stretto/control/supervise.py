@@ -96,8 +96,10 @@ class SupervisedJob:
         """Plans that were given out, by their hashes, with their predicted timelines."""
         self._last_motifs: tuple[PlanId, EnforcerReport] | None = None
         """The last report of rank 0 under a plan: what is shown when none runs."""
-        self._windows: dict[int, tuple[int, Timing]] = {}
-        """By rank, the number of the last plan that was active, and what iterations took under it."""
+        self._windows: dict[int, tuple[PlanId, Timing]] = {}
+        """By rank, the last plan that was active, and what iterations took under it."""
+        self._measured_plans: set[int] = set()
+        """The numbers of all plans that were."""
         self._states: dict[int, tuple[float, RankState]] = {}
         self._refusals = 0
         self._profiles = 0
@@ -135,8 +137,10 @@ class SupervisedJob:
         if state.rank == 0 and report.motifs:
             self._last_motifs = (PlanId(report.number, report.hash), report)
         name, _ = self._promised.get(report.hash, ("", 0.0))
-        if report.window is not None and name != OWN:
-            self._windows[state.rank] = (report.number, report.window)
+        timing = report.under_plan or report.window
+        if timing is not None and name != OWN:
+            self._windows[state.rank] = (PlanId(report.number, report.hash), timing)
+            self._measured_plans.add(report.number)
 
     @property
     def captured(self) -> CapturedStep | None:
@@ -272,6 +276,10 @@ class SupervisedJob:
         if not asked.plain and before_us > 0 and answer.iteration_us > (1 - LEAST_GAIN) * before_us:
             now = "plain order" if question is None else "the plan that runs"
             promise = f"predicted {format_us(answer.iteration_us)}, {now} {format_us(before_us)}"
+            if question is not None:
+                # The summary tells what was promised of the plan that runs, and one figure by newer costs is enough.
+                less = max(1 - answer.iteration_us / before_us, 0.0)
+                promise = f"by what was measured since it was made, the best one {less:.1%}"
             self.about = f"no plan promises to be {LEAST_GAIN:.0%} faster than {now} ({promise})"
             if self._watch is not None:
                 self._watch.asked_in_vain(asked.factors)
@@ -399,10 +407,10 @@ class SupervisedJob:
     def _split(self, active: PlanId, plan_name: str, reports: list[EnforcerReport]) -> GainSplit:
         """The unchanged job, our backend and the plan, each as it was measured."""
         first = reports[0] if reports else EnforcerReport()
-        newest = max((number for number, _ in self._windows.values()), default=0)
-        windows = [self._windows.get(rank, (0, None)) for rank in range(len(self.job.ranks))]
-        plan = over_ranks([timing if number == newest else None for number, timing in windows])
-        hashes = [found.hash for found, _ in self._shown.values() if found.name != OWN]
+        newest = max((plan for plan, _ in self._windows.values()), key=lambda plan: plan.number, default=PLAIN)
+        windows = [self._windows.get(rank, (PLAIN, None)) for rank in range(len(self.job.ranks))]
+        plan = over_ranks([timing if which == newest else None for which, timing in windows])
+        whole = [report.job_us / report.job_iterations for report in reports if report.job_iterations]
         # Where nobody measured in turns, what runs without a plan is what there is.
         unchanged, backend = (over_ranks([getattr(report, side) for report in reports]) for side in ("own", "backend"))
         unchanged, backend = unchanged or first.own, backend or first.backend
@@ -411,7 +419,11 @@ class SupervisedJob:
         return split(
             own=first.own_name, unchanged=unchanged, backend=backend, plan=plan, no_unchanged=first.no_own,
             predicted_backend_us=self._plain_then_us,
-            predicted_plan_us=self._promised[hashes[-1]][1] if hashes and plan is not None else 0.0,
+            # The plan that was measured, not the one that was made last.
+            predicted_plan_us=self._promised.get(newest.hash, ("", 0.0))[1] if plan is not None else 0.0,
+            plan_number=newest.number if len(self._measured_plans) > 1 else 0,
+            whole_us=fmean(whole) if whole else 0.0,
+            whole_iterations=min((report.job_iterations for report in reports), default=0) if whole else 0,
             kept="plan" if active.number and plan_name != OWN else "unchanged" if first.on_own else "backend",
         )  # fmt: skip
 

@@ -116,19 +116,30 @@ def _heading(job: JobStatus) -> str:
 def _gain(job: JobStatus) -> str:
     """A table of the unchanged job, our backend and the plan, each with its measured spread and its prediction."""
     split = job.split
+    under_plan = f"under plan {split.plan_number}, the last" if split.plan_number else "under the plan"
     rows: list[tuple[str, Timing | None, float, float]] = [
         (f"unchanged job ({split.own})" if split.own else "unchanged job", split.unchanged, 0.0, 0.0),
         ("our backend, plain order", split.backend, split.backend_share, split.predicted_backend_us),
-        ("under the plan", split.plan, split.plan_share, split.predicted_plan_us),
+        (under_plan, split.plan, split.plan_share, split.predicted_plan_us),
     ]
     lines = "".join(_line(*row) for row in rows)
     names = ("", "per iteration", "share", "middle half", "iterations", "predicted", "measured / predicted")
     head = "".join(f"<th>{name}</th>" for name in names)
     total = f"<p>Together {split.gain:.2f} times as fast as the unchanged job.</p>" if split.gain else ""
+    if split.early and split.plan is not None:
+        total = f"<p>Too early to say what was gained: {split.plan.iterations} iterations under the plan.</p>"
     if split.kept == "unchanged":
         total = f"<p>Nothing was gained: the job runs on {escape(split.own)}, as without us.</p>"
     elif split.unchanged is None:
         total = f"<p>The unchanged job was not measured: {escape(split.no_unchanged) or 'the job ended first'}.</p>"
+    if split.whole_iterations:
+        share = (
+            f", {split.whole_gain:.2f} times as fast as unchanged"
+            if split.whole_gain and split.kept != "unchanged"
+            else ""
+        )
+        included = f"mean of {split.whole_iterations} iterations, recording, probing, measuring and planning included"
+        total += f"<p>The whole job: {format_us(split.whole_us)} per iteration{share} ({included}).</p>"
     return f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>{total}"
 
 

@@ -118,6 +118,7 @@ class Enforcer:
         self.compares = False
         """Whether each plan is set aside for some iterations, to measure what it is compared with; on all ranks."""
         self._trial: PlainTrial | None = None
+        self._used = False
         self._told: Exception | None = None
         """The failure that other ranks have been told of."""
         CURRENT.enforcer = self
@@ -132,6 +133,11 @@ class Enforcer:
         """Whether calls are of no interest to it now: there is no plan, and no order of calls that it follows."""
         plans = self._plans
         return plans.active is None and plans.resting is None and (self._expected is None or self._marked)
+
+    @property
+    def used(self) -> bool:
+        """Whether a plan is, or has been, active: between two iterations the same on all ranks."""
+        return self._used
 
     @property
     def device(self) -> torch.device:
@@ -490,6 +496,7 @@ class Enforcer:
             self._run_out(old, (self._round, 0))
             self._carrier.unload(old.number)
         new = self._plans.active
+        self._used = self._used or new is not None
         self._round = self._iteration
         self._messages.forget()
         self._strays, self._empty = {}, 0

@@ -17,6 +17,8 @@ from .trial import BLOCK, ROUNDS, SIDES, Side
 
 WINDOW, LEAST_WINDOW, WINDOW_US = 32, 5, 2e6
 """Iterations that a report looks back on; fewer where they are long, so that a change is soon seen."""
+UNDER_PLAN = 256
+"""Iterations under a plan that are summed up, however long they are."""
 RECENT = 4
 """How many begins of iterations are remembered: a motif may run before or after its own iteration."""
 
@@ -43,6 +45,7 @@ class Figures(TypedDict):
     motifs: tuple[MotifReport, ...]
     window: Timing | None
     plain: Timing | None
+    under_plan: Timing | None
     own: Timing | None
     backend: Timing | None
 
@@ -55,6 +58,8 @@ class MeasuredWindow:
         self._began_us = now_us()
         self._times: deque[float] = deque(maxlen=WINDOW)
         self._plain: deque[float] = deque(maxlen=WINDOW)
+        self._under_plan: deque[float] = deque(maxlen=UNDER_PLAN)
+        self._planned = False
         self._waited = 0.0
         self._waits: deque[float] = deque(maxlen=WINDOW)
         self._held: deque[float] = deque(maxlen=WINDOW)
@@ -83,6 +88,8 @@ class MeasuredWindow:
                 return
             if counts:
                 self._times.append(took)
+                if self._planned:
+                    self._under_plan.append(took)
                 if not self._had_plan:
                     self._plain.append(took)
             self._waits.append(waited)
@@ -92,6 +99,8 @@ class MeasuredWindow:
         """Another plan, or none, is active."""
         with self._lock:
             self._times.clear()
+            self._under_plan.clear()
+            self._planned = planned
             self._waits.clear()
             self._held.clear()
             self._spent = {}
@@ -102,8 +111,9 @@ class MeasuredWindow:
         """The application does something else from here on: what was measured before does not count."""
         with self._lock:
             self._times.clear()
+            self._under_plan.clear()
             self._plain.clear()
-            self._had_plan = False
+            self._had_plan = self._planned = False
 
     def waited(self, queued: QueuedOp, begin_us: float, end_us: float) -> None:
         """The application stood in ``wait()`` for an op: each motif is charged for what it was waited for.
@@ -150,7 +160,7 @@ class MeasuredWindow:
                 (key, list(one.starts), list(one.durations), list(one.waits), list(one.turns))
                 for key, one in self._spent.items()
             ]
-            times, plain = list(self._times), list(self._plain)
+            times, plain, under_plan = list(self._times), list(self._plain), list(self._under_plan)
             waits_us, held_us = list(self._waits), list(self._held)
             done = all(len(beside) == ROUNDS * BLOCK for beside in self._beside.values())
             own, ours = (list(self._beside[side]) if done else [] for side in SIDES)
@@ -170,7 +180,7 @@ class MeasuredWindow:
         return Figures(
             iteration_us=_median(times), plain_us=_median(plain), waits_us=_mean(waits_us),
             held_us=_mean(held_us), motifs=tuple(motifs), window=Timing.of(times), plain=Timing.of(plain),
-            own=Timing.of(own), backend=Timing.of(ours),
+            under_plan=Timing.of(under_plan), own=Timing.of(own), backend=Timing.of(ours),
         )  # fmt: skip
 
     def _of(self, queued: QueuedOp, motif: int) -> MotifTimes:

@@ -93,6 +93,12 @@ class EnforcerReport:
     """The last window, of which `iteration_us` is the median."""
     plain: Timing | None = None
     """The last window in plain order, of which `plain_us` is the median."""
+    under_plan: Timing | None = None
+    """All iterations under the active plan, or the last ones where they are many: not only those of a window."""
+    job_iterations: int = 0
+    """How many iterations have ended since the job's first one; set by `stretto run`."""
+    job_us: float = 0.0
+    """What these took, by the clock: with recording, probing, measuring, and whatever came in between."""
     own: Timing | None = None
     """The unchanged job on the backend that it asked for, where that was measured; set by `stretto run`."""
     backend: Timing | None = None
