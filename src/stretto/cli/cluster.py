@@ -17,7 +17,7 @@ from ..errors import InvalidInput
 from ..files import write_file
 from ..report.cluster_drawing import picture, to_svg
 from ..report.table import ResultTable
-from .common import next_step, out, progress, say, wrote
+from .common import next_step, out, progress, quoted, say, wrote
 from .completion import cluster_names
 from .options import JsonOption
 from .outputs import YAML, OutputFiles, output
@@ -99,7 +99,7 @@ def show(
     files.write(svg, lambda path: write_file(path, str(drawing)))
     if svg is None:
         out().print(drawing)
-    files.tell("" if svg is not None else f"stretto simulate all -c {cluster} -b 1K..1G")
+    files.tell("" if svg is not None else f"stretto simulate all -c {quoted(cluster)} -b 1K..1G")
 
 
 def _facts(cluster: Cluster) -> dict[str, object]:
@@ -164,7 +164,7 @@ def convert(
     wrote(out(), target, f"{loaded.num_devices} devices, {loaded.num_links} links")
     for note in loaded.notes:
         say(f"  note: {note}")
-    next_step(f"stretto cluster show {target}")
+    next_step(f"stretto cluster show {quoted(target)}")
 
 
 @app.command()

@@ -35,7 +35,7 @@ from ..report.plan_trace import write_plan_trace
 from ..report.table import ResultTable
 from ..units import format_bytes, format_us, parse_bytes
 from ..workload import Workload
-from .common import SHOW_AFTER_S, out, progress_console
+from .common import SHOW_AFTER_S, out, progress_console, quoted
 from .options import (
     BudgetOption,
     ClusterOption,
@@ -185,12 +185,15 @@ def plan(
     files.write(tuner, lambda path: _write_tuner(found, step, machine, path, model, plugin))
     _print(found, alone, others)
     if tuner is not None and plugin == "stretto":
-        out().print(f"use it with NCCL_TUNER_PLUGIN={tuner_library()} NCCL_TUNER_CONFIG_FILE={tuner}", soft_wrap=True)
-    files.tell(
-        f"stretto plan explain {plan_file}" if plan_file is not None
-        else f"stretto plan -w {workload} -c {cluster}{f' --runtime {runtime}' if runtime else ''} "
-        "-o plan.json --html plan.html"
-    )  # fmt: skip
+        out().print(
+            f"use it with NCCL_TUNER_PLUGIN={quoted(tuner_library())} NCCL_TUNER_CONFIG_FILE={quoted(tuner)}",
+            soft_wrap=True,
+        )
+    again = (
+        f"stretto plan -w {quoted(workload)} -c {quoted(cluster)}{f' --runtime {quoted(runtime)}' if runtime else ''}"
+    )
+    explain = "" if plan_file is None else f"stretto plan explain {quoted(plan_file)}"
+    files.tell(explain or f"{again} -o plan.json --html plan.html")
 
 
 def _print(found: PlanResult, alone: str, buckets: Sequence[BucketPrediction]) -> None:
@@ -284,7 +287,7 @@ def show(path: PlanFile, rows: JsonOption = None) -> None:
         ],
     })  # fmt: skip
     out().print(plan_tables(made))
-    files.tell(f"stretto plan explain {path}")
+    files.tell(f"stretto plan explain {quoted(path)}")
 
 
 @app.command()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from ..strategy.trials import command as launched
 from ..strategy.trials_ray import ray_trials
 from ..synthesis.backends import check_backend
 from ..units import format_us
-from .common import about, out, progress, say
+from .common import about, out, progress, quoted, say
 from .options import BackendOption, HtmlOption, JobsOption, JsonOption, OptionalCluster, RayOption, SeedOption
 from .outputs import YAML, OutputFiles, output
 from .pages import write_tables
@@ -170,7 +171,7 @@ def tune(
     _show(found)
     if planned:
         out().print(planned, markup=False)
-    files.tell(f"STRETTO_STRATEGY={target} {' '.join(command)}")
+    files.tell(f"STRETTO_STRATEGY={quoted(target)} {shlex.join(command)}")
 
 
 def _check(**numbers: float) -> None:
