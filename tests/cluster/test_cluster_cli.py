@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -10,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from stretto import Cluster, InvalidInput
+from stretto.cli import run as stretto_command
 from stretto.cli.cluster import app
 from stretto.cluster.presets import presets
 
@@ -89,3 +91,13 @@ def test_show_refuses_a_place_it_cannot_write() -> None:
 @pytest.mark.parametrize("command", ["list", "show", "check", "convert"])
 def test_help_teaches_with_examples(command: str) -> None:
     assert f"stretto cluster {command}" in run(command, "--help")
+
+
+def test_a_file_that_is_not_connected_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "cut.json"
+    Cluster.preset("ring", nodes=2).save(file)
+    text = json.loads(file.read_text())
+    text["links"] = text["links"][:1]
+    file.write_text(json.dumps(text))
+    assert stretto_command(["cluster", "check", str(file)]) == 2
+    assert f"{file}: links: no route from " in capsys.readouterr().err

@@ -121,7 +121,10 @@ def check(cluster: ClusterArgument, rows: JsonOption = None) -> None:
     with progress("checking", 1) as advance:
         advance(cluster)
         loaded = load(cluster)
-        require_reachable(loaded)
+        try:
+            require_reachable(loaded)
+        except InvalidInput as error:
+            raise InvalidInput(f"{cluster}: {error}") from None
         joined, odd = channel_groups(loaded), oddities(loaded)
     files = OutputFiles()
     files.json(rows, _facts(loaded) | {"groups": {name: list(sizes) for name, sizes in joined.items()}, "odd": odd})

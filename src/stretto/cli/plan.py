@@ -185,15 +185,16 @@ def plan(
     files.write(tuner, lambda path: _write_tuner(found, step, machine, path, model, plugin))
     _print(found, alone, others)
     if tuner is not None and plugin == "stretto":
-        out().print(
-            f"use it with NCCL_TUNER_PLUGIN={quoted(tuner_library())} NCCL_TUNER_CONFIG_FILE={quoted(tuner)}",
-            soft_wrap=True,
-        )
-    again = (
-        f"stretto plan -w {quoted(workload)} -c {quoted(cluster)}{f' --runtime {quoted(runtime)}' if runtime else ''}"
-    )
-    explain = "" if plan_file is None else f"stretto plan explain {quoted(plan_file)}"
-    files.tell(explain or f"{again} -o plan.json --html plan.html")
+        use = f"NCCL_TUNER_PLUGIN={quoted(tuner_library())} NCCL_TUNER_CONFIG_FILE={quoted(tuner)}"
+        out().print(f"use it with {use}", soft_wrap=True)
+    files.tell(_next(workload, cluster, runtime, plan_file))
+
+
+def _next(workload: str, cluster: str, runtime: str | None, plan_file: Path | None) -> str:
+    if plan_file is not None:
+        return f"stretto plan explain {quoted(plan_file)}"
+    priced = f" --runtime {quoted(runtime)}" if runtime else ""
+    return f"stretto plan -w {quoted(workload)} -c {quoted(cluster)}{priced} -o plan.json --html plan.html"
 
 
 def _print(found: PlanResult, alone: str, buckets: Sequence[BucketPrediction]) -> None:

@@ -47,8 +47,8 @@ def run(
     """Run a training job unchanged: record a few iterations, plan, go on faster, and say what was gained.
 
     \b
-    The script may know nothing of Stretto. Process groups on CPUs (gloo) become
-    ours; optimizer steps mark iterations. Ends with the job's exit code. While
+    The script may know nothing of Stretto. Process groups on gloo (CPUs) become
+    ours, those on NCCL are planned above it; optimizer steps mark iterations. Ends with the job's exit code. While
     it runs, `stretto status` with the printed address shows how it goes.
 
     \b
