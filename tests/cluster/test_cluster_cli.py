@@ -95,9 +95,9 @@ def test_help_teaches_with_examples(command: str) -> None:
 
 def test_a_file_that_is_not_connected_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "cut.json"
-    Cluster.preset("ring", nodes=2).save(file)
+    Cluster.preset("ring", nodes=3).save(file)
     text = json.loads(file.read_text())
-    text["links"] = text["links"][:1]
+    text["links"] = []
     file.write_text(json.dumps(text))
     assert stretto_command(["cluster", "check", str(file)]) == 2
     assert f"{file}: links: no route from " in capsys.readouterr().err

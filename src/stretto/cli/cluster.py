@@ -17,6 +17,7 @@ from ..errors import InvalidInput
 from ..files import write_file
 from ..report.cluster_drawing import picture, to_svg
 from ..report.table import ResultTable
+from ..units import counted
 from .common import next_step, out, progress, quoted, say, wrote
 from .completion import cluster_names
 from .options import JsonOption
@@ -164,7 +165,7 @@ def convert(
         advance(source)
         loaded = load(source)
         save(loaded, target)
-    wrote(out(), target, f"{loaded.num_devices} devices, {loaded.num_links} links")
+    wrote(out(), target, f"{counted(loaded.num_devices, 'device')}, {counted(loaded.num_links, 'link')}")
     for note in loaded.notes:
         say(f"  note: {note}")
     next_step(f"stretto cluster show {quoted(target)}")

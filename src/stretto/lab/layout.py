@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..cluster import Cluster
 from ..cluster.wiring import Wiring
 from ..errors import InvalidInput, unknown
-from ..units import parse_rate
+from ..units import counted, parse_rate
 
 ORDERS = ("host", "interleaved")
 SHAPERS = ("tbf", "htb")
@@ -216,7 +216,8 @@ class LabLayout:
         """Hosts, ranks, order, rates and shaper in one line of text."""
         rates = (f"{c.name}={','.join(map(format_rate, _short(c.bits_per_s)))}" for c in self.channels)
         order = "host order" if self.order == "host" else self.order
-        return f"{self.hosts} hosts x {self.ranks_per_host} ranks, {order}, {' '.join(rates)} ({self.shaper})"
+        ranks = counted(self.ranks_per_host, "rank")
+        return f"{counted(self.hosts, 'host')} x {ranks}, {order}, {' '.join(rates)} ({self.shaper})"
 
     def __repr__(self) -> str:
         return f"<Layout {self.summary}>"
