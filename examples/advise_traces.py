@@ -21,7 +21,7 @@ def main() -> None:
     step = options.traces if len(options.traces) > 1 else options.traces[0]
     found = st.advise(step, options.cluster, steps=options.steps)
     print(f"waits for communication: {found.waits_share:.1%} of {found.step_us / 1e3:.3g} ms")
-    print(f"at best: {found.bound_us / 1e3:.3g} of {found.model_us / 1e3:.3g} ms in the model ({found.confidence})")
+    print(f"at best: {found.bound_us / 1e3:.3g} of {found.step_us / 1e3:.3g} ms ({found.confidence})")
     for change in found.changes:
         print(f"{change.gain:6.2f}x  {'advised' if change.worthwhile else '-':8} {change.name}")
 

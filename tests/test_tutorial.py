@@ -66,8 +66,10 @@ with recorder(0) as profiler:
 @pytest.mark.skipif(unavailable() is not None, reason="no lab can be built here")
 def test_the_lab_commands_of_the_tutorial_train(tmp_path: Path) -> None:
     lines = [line for block in blocks("docs/tutorial.md", "sh") for line in block.splitlines() if " lab run " in line]
-    plain, *wrapped = lines
+    plain, *wrapped, two_channels = lines
     assert len(wrapped) == 2 and all(line.endswith(f"-- {plain}") for line in wrapped), "the others run the same"
+    again = re.sub(r"--uplink rdma=(\w+) --uplink eth=\w+", r"--uplink \1", two_channels)
+    assert two_channels.count("--uplink") == 2 and again.endswith(f"-- {plain}"), "the last one has a channel more"
     script = next(block for block in blocks("docs/tutorial.md", "python") if "init_process_group" in block)
     (tmp_path / "train.py").write_text(script)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

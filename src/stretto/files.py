@@ -315,7 +315,7 @@ def parse_json(text: str, *, where: str) -> Any:
     try:
         return msgspec.json.decode(text.encode())
     except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidInput(f"{where}: not valid JSON: {error}") from None
+        raise InvalidInput(f"{where}: not valid JSON: {str(error).removeprefix('JSON is malformed: ')}") from None
 
 
 def parse_xml(text: str, *, where: str) -> Element:

@@ -173,7 +173,7 @@ def counted(number: int, noun: str) -> str:
     >>> counted(1, "rank"), counted(2, "rank"), counted(1, "all-reduce")
     ('1 rank', '2 ranks', '1 all-reduce')
     """
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def format_us(us: float) -> str:

@@ -310,7 +310,17 @@ def test_the_model_of_a_step_as_it_is_is_plain_fifo() -> None:
     assert as_submitted_us(step, cluster, simulated_costs(cluster)).period_us == pytest.approx(fifo)
 
 
-@pytest.mark.parametrize("word", ["nosuch", "/etc/passwd"])
-def test_what_is_neither_a_step_nor_a_command_is_not_run(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("word", "said"), [("nosuch", "no such file"), ("tracs/", "no such file"), ("/etc/passwd", "is no trace")]
+)
+def test_what_is_neither_a_step_nor_a_command_is_not_run(
+    word: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["advise", word, "-c", "dgx2"]) == 2
-    assert f"{word}: is no trace" in capsys.readouterr().err
+    assert f"{word}: {said}" in capsys.readouterr().err
+
+
+def test_traces_and_a_command_together_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for first in (str(tmp_path), str(TRACES[0])):
+        assert run(["advise", "--budget", "5", first, "--", "python", "train.py"]) == 2
+        assert "python: give traces or a command, not both" in capsys.readouterr().err

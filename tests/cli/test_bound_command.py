@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,12 @@ Run = Callable[..., str]
 def test_a_bound_says_why(good: Run) -> None:
     text = good("bound", "all_reduce", "--cluster", "ring:4,gb_per_s=10,alpha_us=1", "--bytes", "4M")
     assert "301 us" in text and "counting" in text and "no algorithm is faster" in text
+
+
+def test_the_next_step_can_be_copied(good: Run) -> None:
+    said = "hosts: 2, gpus: 2 x a100, network: 25gbit"
+    last = good("bound", "all_reduce", "-c", said, "-b", "1 MB").strip().splitlines()[-1]
+    assert shlex.split(last) == ["next:", "stretto", "synth", "all_reduce", "-c", said, "-b", "1 MB"]
 
 
 def test_sizes_channels_roots_and_subsets(good: Run, bad: Run) -> None:

@@ -36,6 +36,15 @@ def test_it_writes_a_page_a_trace_numbers_and_a_program_that_verifies(good: Run,
     loaded.verify()
 
 
+def test_errors_name_the_option_and_how_to_take_the_same_devices(bad: Run) -> None:
+    on = ("--shape", "64,64", "-c", "dgx_a100:1")
+    said = bad("reshard", "--src", "(2,4) S0R", "--dst", "(2,4) RS1", *on)
+    assert "--dst: mesh (2,4): needs 8 devices" in said and "to use the same devices write (2,4)@0-7" in said
+    assert "--src: S0RR: is for 3 dimensions" in bad(
+        "reshard", "--src", "(2,4)@0-7 S0RR", "--dst", "(2,4)@0-7 RS0", *on
+    )
+
+
 def test_pending_sums_and_tensors_in_place(good: Run) -> None:
     on = ("--shape", "64,64", "-c", "p3_8xlarge:4")
     assert "stretto" in good("reshard", "--src", "(4,4)@0-15 RRP01", "--dst", "(4,4)@0-15 S01R", *on)

@@ -33,7 +33,7 @@ for number in range(1000):
         break
     if asked["rounds"] > 1 and "FAKE_ENDS" in os.environ:
         sys.exit(0)
-    times = []
+    times, fails = [], os.environ.get("FAKE_FAILS") == str(number)
     for arm in asked["arms"]:
         slow = float(os.environ.get("FAKE_DDP", "1"))
         if "strategy" in arm:
@@ -41,7 +41,8 @@ for number in range(1000):
             kinds = [one.get("kind") for node in nodes for one in node.get("parts", [node.get("sync", {})])]
             slow = sum(kind != "parameter_server" for kind in kinds) / len(kinds)
         times.append([1000.0 + 1000.0 * slow] * asked["rounds"])
-    (folder / ".answer").write_text(json.dumps({"ranks": 2, "times_us": times, "why": [""] * len(times)}))
+    why = ["it broke" if fails else ""] * len(times)
+    (folder / ".answer").write_text(json.dumps({"ranks": 2, "times_us": times, "why": why}))
     (folder / ".answer").replace(folder / f"{number}.answer")
 sys.exit(86)
 """
@@ -102,6 +103,15 @@ def test_ddp_is_kept_where_nothing_is_faster(
     assert run(["tune", "--trials", "4", "-o", str(best), "--", *fake]) == 0
     assert "keep DDP: 0.50 ms per iteration" in capsys.readouterr().out.replace("\n", " ")
     assert {node.sync.kind for node in load_strategy(best).nodes} == {"all_reduce"}
+
+
+def test_trials_that_did_not_run_are_in_the_table(
+    fake: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_FAILS", "3")
+    assert run(["tune", "--no-ddp", "--trials", "4", "-o", str(tmp_path / "best.yaml"), "--", *fake]) == 0
+    said = capsys.readouterr().out
+    assert "1 trial did not run; the first: it broke" in said and said.count("given up") == 1
 
 
 def test_a_script_that_ends_by_itself_is_told_to_train_for_longer(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 import stretto as st
 from stretto import Cluster, InvalidInput
+from stretto.cli import run as stretto_command
 from stretto.cli.cluster import app
 from stretto.cluster.presets import presets
 
@@ -101,3 +103,13 @@ def test_show_refuses_a_place_it_cannot_write() -> None:
 @pytest.mark.parametrize("command", ["list", "show", "check", "convert"])
 def test_help_teaches_with_examples(command: str) -> None:
     assert f"stretto cluster {command}" in run(command, "--help")
+
+
+def test_a_file_that_is_not_connected_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "cut.json"
+    Cluster.preset("ring", nodes=3).save(file)
+    text = json.loads(file.read_text())
+    text["links"] = []
+    file.write_text(json.dumps(text))
+    assert stretto_command(["cluster", "check", str(file)]) == 2
+    assert f"{file}: links: no route from " in capsys.readouterr().err

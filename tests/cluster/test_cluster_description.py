@@ -62,6 +62,11 @@ def test_gigabits_are_eight_times_less_than_gigabytes() -> None:
     }
 
 
+def test_a_description_without_a_file_is_named_by_its_hosts() -> None:
+    assert Cluster.load(TEXT).name == "2 hosts of 8 x h100"
+    assert Cluster.load("gpus: 4 x l40s").name == "1 host of 4 x l40s"
+
+
 def test_one_host_needs_no_network() -> None:
     assert Cluster.load("gpus: 4 x l40s").channels == ("pcie",)
 
@@ -70,6 +75,9 @@ def test_one_host_needs_no_network() -> None:
     ("text", "message"),
     [
         ("hosts: 2, gpus: 8 x h101, network: 400gbit", "gpus: unknown GPU 'h101'.* did you mean 'h100'"),
+        ("hosts: 2 gpus: 8 x h100, network: 400gbit", "a comma is missing after 'hosts: 2'"),
+        ("hosts: 2, gpus: 8 x h100 network: 400gbit", "a comma is missing after 'gpus: 8 x h100'"),
+        ("gpus: 4", "gpus: 4: write which GPU, too, such as 4 x a100"),
         ("hosts: 2, gpus: 8 x h100", "network: is missing for 2 hosts"),
         ("gpus: 8 x h100, host: 2", "unknown key.* 'host'.*did you mean 'hosts'"),
         ("hosts: 2, gpu: 8 x h100, network: 400gbit", "unknown key.* 'gpu'.*did you mean 'gpus'"),

@@ -123,7 +123,7 @@ def test_meshes_take_one_host_per_row_and_dense_devices_where_hosts_are_few() ->
         ("2,4 S0RR", "(2,4) RRR", (8, 8, 8), "expected a mesh and a spec such as"),
         ("(2,4) S2RR", "(2,4) RRR", (8, 8, 8), "mesh axis 2 does not exist; mesh (2,4) has axes 0..1"),
         ("(2,4) S0S0R", "(2,4) RRR", (8, 8, 8), "names a mesh axis twice"),
-        ("(2,4) S0R", "(2,4) RR", (8, 8, 8), "src S0R: is for 2 dimensions, the tensor has 3"),
+        ("(2,4) S0R", "(2,4) RR", (8, 8, 8), "src: S0R: is for 2 dimensions, the tensor has 3"),
         ("(2,4) RRR", "(3,4) RRR", (8, 8, 8), "dst: mesh (3,4): needs 12 devices"),
         ("(2,4)@0-6 RRR", "(2,4) RRR", (8, 8, 8), "needs 8 devices, not 7"),
         ("(1,2)@0,0 RRR", "(2,4) RRR", (8, 8, 8), "devices must be distinct"),

@@ -140,7 +140,7 @@ def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
     assert "give each rank once" in _error(gpu[0], gpu[0])
     assert "No such file" in _error(tmp_path / "none.json")
     assert "no file in it ends with .json" in _error(tmp_path)
-    assert "not together with a directory" in _error(tmp_path, gpu[0])
+    assert "is a directory, which already holds the files of all ranks" in _error(tmp_path, gpu[0])
     assert "different jobs" in _error(gpu[2], DATA / "ddp_gloo.0.json")
     trace = json.loads(gpu[2].read_text())
     for event in trace["traceEvents"]:

@@ -82,7 +82,10 @@ def _is_recorded(step: list[str]) -> bool:
         if len(step) > 1:
             raise InvalidInput(f"{step[1]}: one model at a time; only traces may be several")
         return True
-    return first.endswith(RECORDED) or (first != "" and Path(first).is_dir())
+    recorded = [word.endswith(RECORDED) or (word != "" and Path(word).is_dir()) for word in step]
+    if recorded[0] and not all(recorded):
+        raise InvalidInput(f"{step[recorded.index(False)]}: give traces or a command, not both")
+    return recorded[0]
 
 
 def _model_name(word: str) -> str:
@@ -91,10 +94,9 @@ def _model_name(word: str) -> str:
 
 def _not_usable(word: str) -> str:
     """What to say of a word that is nothing to advise on, with what was probably meant."""
-    message = (
-        f"{word or repr(word)}: is no trace ({', '.join(RECORDED)}), no directory of traces, no model "
-        "('stretto workload list') and no command that can be run"
-    )
+    there = word != "" and Path(word).exists()
+    traces = f"is no trace ({', '.join(RECORDED)}), no directory of traces" if there else "no such file or directory"
+    message = f"{word or repr(word)}: {traces}, no model ('stretto workload list') and no command that can be run"
     return message + (script_hint(word) or probably_meant(_model_name(word), MODELS))
 
 

@@ -30,7 +30,7 @@ from ..runtime.probe.gpu_prices import (
 from ..runtime.probe.join import joined, place
 from ..runtime.probe.prices import MeasuredPrices, check_measurable, fit_prices, price_cases
 from ..units import format_bytes, format_us
-from .common import out, parse_all_sizes, parse_names, progress
+from .common import out, parse_all_sizes, parse_names, progress, quoted
 from .options import BudgetOption, BytesOption, ClusterOption, FactorOption, RankJsonOption
 from .outputs import OutputFiles, output
 
@@ -116,7 +116,7 @@ def bench(
         )
         files.json(rows, {"seconds": done.seconds, "left_out": len(done.left_out), "measurements": done.measurements})
         _tell(done)
-        files.tell(f"stretto plan -w WORKLOAD -c {cluster} --costs {target}")
+        files.tell(f"stretto plan -w WORKLOAD -c {quoted(cluster)} --costs {quoted(target)}")
 
 
 def _check_options(runtime: str | None, target: Path, collectives: str | None, budget: float) -> None:
@@ -172,7 +172,7 @@ def _tell_gpu_prices(found: GpuPrices, target: Path, rows: Path | None) -> None:
         table.add_row(label, format_bytes(row.nbytes), format_us(row.time_us), f"{ratio:.2f}", note)
     out().print(table)
     out().print(f"mean deviation {100 * found.fit.error:.1f} % of those that were not fitted")
-    files.tell(f"stretto runtime show {target}")
+    files.tell(f"stretto runtime show {quoted(target)}")
 
 
 def _tell_prices(found: MeasuredPrices, target: Path, rows: Path | None) -> None:
@@ -197,7 +197,7 @@ def _tell_prices(found: MeasuredPrices, target: Path, rows: Path | None) -> None
     out().print(f"mean deviation {100 * fit.error:.1f} % of those that were not fitted")
     if median([*fit.fitted, *fit.judged]) > TOO_LONG:
         out().print("most took far less than the links of the cluster say alone: probe again on a quieter machine")
-    files.tell(f"stretto runtime show {target}")
+    files.tell(f"stretto runtime show {quoted(target)}")
 
 
 def _tell(done: BenchResult) -> None:

@@ -15,7 +15,7 @@ from ..errors import InvalidInput
 from ..report.table import ResultTable
 from ..simulator import lower_bound
 from ..units import format_bytes, format_us
-from .common import check_root, out, parse_all_sizes, parse_names, parse_ranks, progress
+from .common import check_root, out, parse_all_sizes, parse_names, parse_ranks, progress, quoted
 from .completion import collective_names
 from .options import (
     BytesOption,
@@ -83,7 +83,9 @@ def bound(
     console = out()
     console.print(table)
     console.print(verdict, markup=False)
-    files.tell(f"stretto synth {collective.kind} -c {cluster} -b {nbytes}" if not Path(what).suffix else "")
+    files.tell(
+        f"stretto synth {collective.kind} -c {quoted(cluster)} -b {quoted(nbytes)}" if not Path(what).suffix else ""
+    )
 
 
 def _collective(what: str, cluster: Cluster, ranks: str | None, root: int | None) -> Collective:

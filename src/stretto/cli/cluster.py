@@ -17,7 +17,8 @@ from ..errors import InvalidInput
 from ..files import write_file
 from ..report.cluster_drawing import picture, to_svg
 from ..report.table import ResultTable
-from .common import next_step, out, progress, say, wrote
+from ..units import counted
+from .common import next_step, out, progress, quoted, say, wrote
 from .completion import cluster_names
 from .options import JsonOption
 from .outputs import YAML, OutputFiles, output
@@ -99,7 +100,7 @@ def show(
     files.write(svg, lambda path: write_file(path, str(drawing)))
     if svg is None:
         out().print(drawing)
-    files.tell("" if svg is not None else f"stretto simulate all -c {cluster} -b 1K..1G")
+    files.tell("" if svg is not None else f"stretto simulate all -c {quoted(cluster)} -b 1K..1G")
 
 
 def _facts(cluster: Cluster) -> dict[str, object]:
@@ -121,7 +122,10 @@ def check(cluster: ClusterArgument, rows: JsonOption = None) -> None:
     with progress("checking", 1) as advance:
         advance(cluster)
         loaded = load(cluster)
-        require_reachable(loaded)
+        try:
+            require_reachable(loaded)
+        except InvalidInput as error:
+            raise InvalidInput(f"{cluster}: {error}") from None
         joined, odd = channel_groups(loaded), oddities(loaded)
     files = OutputFiles()
     files.json(rows, _facts(loaded) | {"groups": {name: list(sizes) for name, sizes in joined.items()}, "odd": odd})
@@ -161,10 +165,10 @@ def convert(
         advance(source)
         loaded = load(source)
         save(loaded, target)
-    wrote(out(), target, f"{loaded.num_devices} devices, {loaded.num_links} links")
+    wrote(out(), target, f"{counted(loaded.num_devices, 'device')}, {counted(loaded.num_links, 'link')}")
     for note in loaded.notes:
         say(f"  note: {note}")
-    next_step(f"stretto cluster show {target}")
+    next_step(f"stretto cluster show {quoted(target)}")
 
 
 @app.command()

@@ -15,7 +15,7 @@ from ..collectives.conditions import MAX_ENTRIES, as_ranks
 from ..collectives.files import load_collective, save_collective
 from ..errors import InvalidInput
 from ..report.table import ResultTable
-from .common import about, out, progress
+from .common import about, out, progress, quoted
 from .completion import collective_names
 from .options import JsonOption
 from .outputs import YAML, OutputFiles, output
@@ -98,7 +98,7 @@ def show(
     console.print(table)
     if collective.num_ranks > _MAX_ROWS:
         console.print(f"{collective.num_ranks - _MAX_ROWS} more ranks")
-    files.tell(f"stretto bound {target} -c CLUSTER" if target is not None else "")
+    files.tell(f"stretto bound {quoted(target)} -c CLUSTER" if target is not None else "")
 
 
 def _buffers(collective: Collective, rank: int) -> tuple[str, str]:

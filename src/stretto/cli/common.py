@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -100,6 +101,15 @@ def wrote(console: Console, path: Path, note: str = "") -> None:
     """
     if not SESSION.quiet:
         console.print(f"wrote {path}{f' ({note})' if note else ''}", markup=False, soft_wrap=True)
+
+
+def quoted(word: object) -> str:
+    """A word of a command line that a person can copy into a shell.
+
+    >>> quoted("dgx2:2"), quoted("hosts: 2, gpus: a100")
+    ('dgx2:2', "'hosts: 2, gpus: a100'")
+    """
+    return shlex.quote(str(word))
 
 
 def next_step(command: str) -> None:

@@ -35,7 +35,7 @@ from ..simulator import Timeline
 from ..units import format_us
 from ..workload import Workload
 from . import demo_lab as real
-from .common import about, out, plot_width
+from .common import about, out, plot_width, quoted
 from .outputs import output
 from .simulate import SimulationSetup
 
@@ -215,9 +215,9 @@ class _Tour:
         for line in (
             "stretto simulate all -c hgx2:4 --collective all_to_all -b 1K..1G",
             "stretto simulate ring -c dgx_a100:2 -b 64M --trace ring.pftrace",
-            f"stretto simulate {self.folder / 'all_to_all.txt'} -c {CLUSTER} -b 1M",
-            f"stretto program show {self.folder / 'all_reduce.xml'}",
-            f"stretto plan explain {self.folder / 'plan.json'} a2a-emb-fwd",
+            f"stretto simulate {quoted(self.folder / 'all_to_all.txt')} -c {CLUSTER} -b 1M",
+            f"stretto program show {quoted(self.folder / 'all_reduce.xml')}",
+            f"stretto plan explain {quoted(self.folder / 'plan.json')} a2a-emb-fwd",
             "stretto cluster list",
         ):
             console.print(f"  {line}", markup=False, soft_wrap=True)

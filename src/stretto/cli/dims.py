@@ -24,7 +24,7 @@ from ..report.html import write_html
 from ..report.table import ResultTable
 from ..units import format_bytes, format_us
 from ..workload import Workload
-from .common import about, out, parse_all_sizes, parse_one_size, plot_width, progress
+from .common import about, out, parse_all_sizes, parse_one_size, plot_width, progress, quoted
 from .options import BytesOption, ClusterOption, FactorOption, HtmlOption, JsonOption, OneSizeOption
 from .outputs import OutputFiles, output
 from .pages import write_tables
@@ -184,7 +184,9 @@ def compare(
     console.print(times)
     console.print()
     console.print(used)
-    files.tell(f"stretto dims plot -c {cluster} -b {format_bytes(sizes[-1]).replace(' ', '')} --html activity.html")
+    files.tell(
+        f"stretto dims plot -c {quoted(cluster)} -b {format_bytes(sizes[-1]).replace(' ', '')} --html activity.html"
+    )
 
 
 @app.command()

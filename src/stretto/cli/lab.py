@@ -38,7 +38,10 @@ def run(
     ] = "host",
     uplink: Annotated[
         list[str] | None,
-        typer.Option(metavar="[NAME=]RATE[,RATE]", help="A channel and its rate per host, each way; may be repeated."),
+        typer.Option(
+            metavar="[NAME=]RATE[,RATE]",
+            help="A channel and its rate per host, each way; may be repeated. Default: eth=1gbit.",
+        ),
     ] = None,
     shaper: Annotated[str, typer.Option(metavar="tbf|htb", help="What shapes the uplinks.")] = "tbf",
     tcp: Annotated[

@@ -17,7 +17,7 @@ _CLUSTER = typer.Option(
     "-c",
     metavar="CLUSTER",
     autocompletion=cluster_names,
-    help="A preset (dgx2), with a node count (dgx2:2), or a file.",
+    help='A preset (dgx2:2), a file, or lines such as "hosts: 2, gpus: 8 x h100, network: 8 x 400gbit".',
 )
 ClusterOption = Annotated[str, _CLUSTER]
 OptionalCluster = Annotated[str | None, _CLUSTER]

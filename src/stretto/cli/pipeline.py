@@ -41,7 +41,7 @@ from ..report.html import timeline_section, write_html
 from ..report.style import BOUND, color
 from ..report.table import ResultTable
 from ..units import format_bytes, format_us
-from .common import about, out, parse_one_size, plot_width, progress
+from .common import about, out, parse_one_size, plot_width, progress, quoted
 from .options import ClusterOption, HtmlOption, JsonOption, OneSizeOption
 from .outputs import YAML, OutputFiles, output
 from .pages import write_tables
@@ -136,7 +136,7 @@ def show(
     console.print(f"in flight at most: {' '.join(map(str, proof.in_flight))} micro-batches by stage")
     if proof.transports:
         console.print(f"cannot deadlock over: {', '.join(proof.transports)}")
-    files.tell(f"stretto pipeline export {schedule} --stages {plan.num_stages} -o schedule.csv")
+    files.tell(f"stretto pipeline export {quoted(schedule)} --stages {plan.num_stages} -o schedule.csv")
 
 
 @app.command()
@@ -229,7 +229,7 @@ def search(
     if memory.activation_bytes > 1:
         console.print(f"memory {', '.join(format_bytes(value) for value in found.peak_bytes)}")
     _draw(console, run)
-    files.tell(f"stretto pipeline show {target}" if target is not None else "")
+    files.tell(f"stretto pipeline show {quoted(target)}" if target is not None else "")
 
 
 @app.command()
@@ -285,7 +285,7 @@ def meshes(
     out().print(table)
     tried = "all others have a higher bound" if found.exhaustive else "others were not tried (--layouts)"
     out().print(f"{len(found.layouts)} of {found.considered} layouts that fit; {tried}", soft_wrap=True)
-    files.tell(f"stretto pipeline show {target}" if target is not None else "")
+    files.tell(f"stretto pipeline show {quoted(target)}" if target is not None else "")
 
 
 def _spread(layout: PipelineLayout) -> str:
@@ -349,7 +349,7 @@ def export(
         files.write(workload, to_workload(plan, costs, activation_bytes=[size] * (plan.num_stages - 1)).save)
     if target is None:
         print(written.to_csv(), end="")
-    files.tell(f"stretto plan -w {workload} -c CLUSTER" if workload is not None else "")
+    files.tell(f"stretto plan -w {quoted(workload)} -c CLUSTER" if workload is not None else "")
 
 
 def _schedule(name: str, stages: int, microbatches: int, delay: int) -> Schedule:

@@ -35,7 +35,7 @@ from ..report.plan_trace import write_plan_trace
 from ..report.table import ResultTable
 from ..units import format_bytes, format_us, parse_bytes
 from ..workload import Workload
-from .common import SHOW_AFTER_S, out, progress_console
+from .common import SHOW_AFTER_S, out, progress_console, quoted
 from .options import (
     BudgetOption,
     ClusterOption,
@@ -185,12 +185,16 @@ def plan(
     files.write(tuner, lambda path: _write_tuner(found, step, machine, path, model, plugin))
     _print(found, alone, others)
     if tuner is not None and plugin == "stretto":
-        out().print(f"use it with NCCL_TUNER_PLUGIN={tuner_library()} NCCL_TUNER_CONFIG_FILE={tuner}", soft_wrap=True)
-    files.tell(
-        f"stretto plan explain {plan_file}" if plan_file is not None
-        else f"stretto plan -w {workload} -c {cluster}{f' --runtime {runtime}' if runtime else ''} "
-        "-o plan.json --html plan.html"
-    )  # fmt: skip
+        use = f"NCCL_TUNER_PLUGIN={quoted(tuner_library())} NCCL_TUNER_CONFIG_FILE={quoted(tuner)}"
+        out().print(f"use it with {use}", soft_wrap=True)
+    files.tell(_next(workload, cluster, runtime, plan_file))
+
+
+def _next(workload: str, cluster: str, runtime: str | None, plan_file: Path | None) -> str:
+    if plan_file is not None:
+        return f"stretto plan explain {quoted(plan_file)}"
+    priced = f" --runtime {quoted(runtime)}" if runtime else ""
+    return f"stretto plan -w {quoted(workload)} -c {quoted(cluster)}{priced} -o plan.json --html plan.html"
 
 
 def _print(found: PlanResult, alone: str, buckets: Sequence[BucketPrediction]) -> None:
@@ -284,7 +288,7 @@ def show(path: PlanFile, rows: JsonOption = None) -> None:
         ],
     })  # fmt: skip
     out().print(plan_tables(made))
-    files.tell(f"stretto plan explain {path}")
+    files.tell(f"stretto plan explain {quoted(path)}")
 
 
 @app.command()

@@ -14,7 +14,7 @@ from ..cluster import Cluster
 from ..errors import InvalidInput, unknown
 from ..runtime.probe.join import joined, place
 from ..runtime.probe.probe import probe as measure
-from .common import out, progress
+from .common import out, progress, quoted
 from .options import RankJsonOption
 from .outputs import YAML, OutputFiles, output
 
@@ -95,7 +95,8 @@ def probe(
         console = out()
         for line in probed.lines():
             console.print(line, markup=False, soft_wrap=True)
-        files.tell(f"stretto plan -w WORKLOAD -c {target}, or STRETTO_CLUSTER={target} for a job on our backend")
+        name = quoted(target)
+        files.tell(f"stretto plan -w WORKLOAD -c {name}, or STRETTO_CLUSTER={name} for a job on our backend")
 
 
 def _inside(target: Path, rows: Path | None, *, alone: bool) -> None:
@@ -118,7 +119,7 @@ def _inside(target: Path, rows: Path | None, *, alone: bool) -> None:
     files.json(rows, {"cluster": cluster.name, "devices": cluster.num_devices, "lines": lines})
     for line in lines:
         out().print(line, markup=False, soft_wrap=True)
-    files.tell(f"stretto cluster renumber {target} --like OTHER.yaml")
+    files.tell(f"stretto cluster renumber {quoted(target)} --like OTHER.yaml")
 
 
 def _by_library(
@@ -146,5 +147,5 @@ def _by_library(
         lines = [f"{cluster.num_devices} ranks on {cluster.num_hosts} hosts, by {len(table)} times of {library}"]
         files.json(rows, {"cluster": cluster.name, "devices": cluster.num_devices, "lines": lines})
         out().print(lines[0], markup=False, soft_wrap=True)
-        more = f" --costs {costs}" if costs is not None else ""
-        files.tell(f"stretto plan -w WORKLOAD -c {target}{more}")
+        more = f" --costs {quoted(costs)}" if costs is not None else ""
+        files.tell(f"stretto plan -w WORKLOAD -c {quoted(target)}{more}")

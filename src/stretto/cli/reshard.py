@@ -24,7 +24,7 @@ from ..resharding import ORDERS, SYSTEMS, ReshardPlan, Tensor, place, plan_tenso
 from ..resharding.plan import OURS
 from ..simulator import Timeline
 from ..units import format_bytes, format_us
-from .common import out, parse_names, plot_width, progress
+from .common import out, parse_names, plot_width, progress, quoted
 from .options import ClusterOption, HtmlOption, JsonOption, TraceOption
 from .outputs import OutputFiles, output
 
@@ -116,7 +116,7 @@ def reshard(
     shown = {name: plan for name, plan in plans.items() if plan.strategy in names}
     _print(tensor, shown, ours, wanted=target is not None or trace is not None)
     again = "weights explain" if target is not None and target.suffix == ".json" else "program run"
-    files.tell(f"stretto {again} {target}" if target is not None and ours.program is not None else "")
+    files.tell(f"stretto {again} {quoted(target)}" if target is not None and ours.program is not None else "")
 
 
 def _orders(text: str | None) -> list[str | None]:

@@ -25,7 +25,7 @@ from ..control.transport import HUSH, ControllerConnection, from_environment
 from ..errors import InvalidInput, StrettoError
 from ..files import write_file
 from ..report.enforced_html import write_enforced_html
-from ..units import format_us
+from ..units import counted, format_us
 from .common import json_bytes, say, script_hint
 from .gain import gain_lines
 from .options import BudgetOption, HtmlOption, JsonOption, PlansOption
@@ -51,8 +51,8 @@ def run(
     """Run a training job unchanged: record a few iterations, plan, go on faster, and say what was gained.
 
     \b
-    The script may know nothing of Stretto. Process groups on CPUs (gloo) become
-    ours; optimizer steps mark iterations. Ends with the job's exit code. While
+    The script may know nothing of Stretto. Process groups on gloo (CPUs) become
+    ours, those on NCCL are planned above it; optimizer steps mark iterations. Ends with the job's exit code. While
     it runs, `stretto status` with the printed address shows how it goes.
 
     \b
@@ -264,7 +264,7 @@ def _tell(status: Status, html: Path | None, rows: Path | None, *, code: int = 0
         _say(f"no job was heard of ({reasons}): nothing was gained")
     for job in status.jobs:
         began = "; began with a plan of an earlier start" if job.recalled else ""
-        _say(f"{job.size} ranks, {state(job)}; {job.about}{began}")
+        _say(f"{counted(job.size, 'rank')}, {state(job)}; {job.about}{began}")
         for line in gain_lines(job.split):
             _say(f"  {line}")
     for hang in status.hangs:

@@ -14,7 +14,7 @@ from ..simulator import Runtime
 from ..simulator.runtime_fit import FUSED_PRICES, fit_runtime
 from ..simulator.runtimes import PRESETS
 from ..units import format_bytes, format_us
-from .common import out, parse_names, progress
+from .common import out, parse_names, progress, quoted
 from .options import JsonOption
 from .outputs import OutputFiles, output
 
@@ -69,7 +69,7 @@ def show(
     out().print(table)
     for note in found.notes:
         out().print(note, style="dim", soft_wrap=True, markup=False)
-    files.tell(f"stretto simulate ring -c dgx_h200 --runtime {runtime if target is None else target}")
+    files.tell(f"stretto simulate ring -c dgx_h200 --runtime {quoted(runtime if target is None else target)}")
 
 
 def price_rows(runtime: Runtime) -> list[tuple[str, str]]:
@@ -178,4 +178,4 @@ def fit(
     out().print(shown)
     judged = "of those that were not fitted" if unseen else "(all were fitted)"
     out().print(f"mean deviation {100 * found.error:.1f} % {judged}")
-    files.tell(f"stretto runtime show {target}")
+    files.tell(f"stretto runtime show {quoted(target)}")

@@ -29,7 +29,7 @@ from ..report.tables import comparison_table, sweep_table, timeline_tables
 from ..simulator import Runtime, Timeline
 from ..simulator import simulate as simulated
 from ..simulator.bounds import Bound, lower_bound
-from .common import out, parse_all_sizes, parse_names, parse_options, parse_ranks, plot_width, progress
+from .common import out, parse_all_sizes, parse_names, parse_options, parse_ranks, plot_width, progress, quoted
 from .completion import algorithm_names, collective_names
 from .options import (
     AlphaOption,
@@ -160,8 +160,8 @@ def simulate(
         fastest = job.run(programs[sweep.best(len(sizes) - 1)], sizes[-1], load_slots=LOAD_SLOTS)
     _write(files, fastest, sweep, page=html_file, trace=trace, chrome_json=chrome_json, timeline_file=timeline)
     _print(job, programs, sweep, fastest)
-    then = f"stretto program verify {program_file}" if program_file is not None else ""
-    files.tell(then or f"stretto synth {sweep.collective} -c {cluster} -b {nbytes}")
+    then = f"stretto program verify {quoted(program_file)}" if program_file is not None else ""
+    files.tell(then or f"stretto synth {sweep.collective} -c {quoted(cluster)} -b {quoted(nbytes)}")
 
 
 def _in_order(what: str, what_for: str | None, collective: str | None) -> tuple[str, str | None]:

@@ -30,7 +30,7 @@ from ..strategy import explain as said
 from ..strategy.compare import words
 from ..strategy.simulate import SimulatedStrategy
 from ..units import format_us, parse_number
-from .common import next_step, out, parse_options, progress, wrote
+from .common import next_step, out, parse_options, progress, quoted, wrote
 from .completion import model_names
 from .options import AllOption, ClusterOption, HtmlOption, JsonOption, OptionalCluster, SettingsOption
 from .outputs import YAML, OutputFiles, output
@@ -131,7 +131,7 @@ def build(
     )  # fmt: skip
     save_strategy(made, target)
     wrote(out(), target, made.made_by)
-    next_step(f"stretto strategy simulate {target} -m {model} -c {cluster or 'CLUSTER'}")
+    next_step(f"stretto strategy simulate {quoted(target)} -m {quoted(model)} -c {quoted(cluster or 'CLUSTER')}")
 
 
 @app.command()
@@ -309,7 +309,7 @@ def simulate(
         console.print(said, style="dim", markup=False)
     if planned:
         console.print(f"planned {best}: {planned}", markup=False)
-    files.tell(f"stretto plan show {target}" if target is not None else "")
+    files.tell(f"stretto plan show {quoted(target)}" if target is not None else "")
 
 
 def _timed(strategies: list[str], model: ModelSpec, cluster: Cluster) -> dict[str, tuple[Strategy, SimulatedStrategy]]:

@@ -43,6 +43,7 @@ from .common import (
     parse_names,
     parse_ranks,
     progress_console,
+    quoted,
     with_multicast,
 )
 from .completion import collective_names
@@ -237,7 +238,7 @@ def _single(
     title = f"{wanted.kind} of {format_bytes(nbytes)} on {machine.name}"
     files.write(html, lambda path: _page(path, title, found, table, machine, options))
     _print_candidates(out(), found, table, every)
-    files.tell(f"stretto program run {target}" if target is not None else "")
+    files.tell(f"stretto program run {quoted(target)}" if target is not None else "")
 
 
 def _page(

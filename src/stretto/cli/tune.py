@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -32,13 +33,15 @@ from ..strategy.trials import Trials
 from ..strategy.trials import command as launched
 from ..strategy.trials_ray import ray_trials
 from ..synthesis.backends import check_backend
-from ..units import format_us
-from .common import about, out, progress, say
+from ..units import counted, format_us
+from .common import about, out, progress, quoted, say
 from .options import BackendOption, HtmlOption, JobsOption, JsonOption, OptionalCluster, RayOption, SeedOption
 from .outputs import YAML, OutputFiles, output
 from .pages import write_tables
 
 SHOWN = 8
+ENOUGH_ROUNDS = 12
+"""The default of --rounds: where fewer were run, an undecided comparison says so."""
 MAX_ROUNDS, MAX_PLAN_S = 1000, 3600.0
 BUCKETS_MB = (25.0, 0.25, 1.0, 4.0)
 """DDP as everybody uses it, and with other bucket sizes."""
@@ -98,7 +101,7 @@ def tune(
     cluster: OptionalCluster = None,
     warmup: Annotated[int, typer.Option(help="Iterations before each measurement.")] = 10,
     timed: Annotated[int, typer.Option(help="Iterations measured.")] = 40,
-    rounds: RoundsOption = 12,
+    rounds: RoundsOption = ENOUGH_ROUNDS,
     ddp: Annotated[bool, typer.Option("--ddp/--no-ddp", help="Compare with PyTorch's own DDP, too.")] = True,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For one run; what takes longer has failed.")] = 600,
     allow_lossy: Annotated[bool, typer.Option("--allow-lossy", help="Also try compressed gradients.")] = False,
@@ -170,7 +173,7 @@ def tune(
     _show(found)
     if planned:
         out().print(planned, markup=False)
-    files.tell(f"STRETTO_STRATEGY={target} {' '.join(command)}")
+    files.tell(f"STRETTO_STRATEGY={quoted(target)} {shlex.join(command)}")
 
 
 def _check(**numbers: float) -> None:
@@ -241,7 +244,8 @@ def _searched(
         if cluster is not None and len(resources(cluster).devices) != len(there.devices):
             count = len(resources(cluster).devices)
             raise InvalidInput(f"--cluster: {cluster.name} has {count} devices, the job {len(there.devices)} ranks")
-        out().print(f"{about(model)}, {len(there.devices)} ranks on {len(there.by_host)} hosts", markup=False)
+        where = f"{counted(len(there.devices), 'rank')} on {counted(len(there.by_host), 'host')}"
+        out().print(f"{about(model)}, {where}", markup=False)
 
         def searched(bench: Bench) -> StrategyResult:
             return search(
@@ -273,6 +277,10 @@ def _table(found: StrategyResult) -> ResultTable:
             times = found.decision.times_us[at] if found.decision is not None and at is not None else ()
             again = f"{median(times) / 1e3:.2f} ms" if times else ""
             table.add_row(label, f"{time_us / 1e3:.2f} ms", again, str(len(times)) if times else "")
+        else:
+            table.add_row(label, "given up", "", "")
+    if len(ran) > SHOWN:
+        table.caption = f"{len(ran) - SHOWN} more, slower or given up"
     return table
 
 
@@ -280,13 +288,15 @@ def _show(found: StrategyResult) -> None:
     console = out()
     failed = [trial for trial in found.trials if trial.why]
     if failed:
-        console.print(f"{len(failed)} did not run; the first: {failed[0].why}", markup=False)
+        console.print(f"{counted(len(failed), 'trial')} did not run; the first: {failed[0].why}", markup=False)
     if found.kept is not None:
         known = math.isfinite(found.best_us)
         why = f"{found.best_us / 1e3:.2f} ms per iteration, and" if known else "the runs in turn did not end, so"
+        rounds = max(map(len, found.decision.times_us), default=0) if found.decision is not None else 0
+        few = _undecided(found.best_us, min((one.iteration_us for one in found.trials), default=math.inf), rounds)
         console.print(
-            f"keep {found.kept.name}: {why} no strategy was faster with confidence, {len(found.trials)} trials; what "
-            "is written does the same as a strategy", markup=False,
+            f"keep {found.kept.name}: {why} no strategy was faster with confidence{few}, {len(found.trials)} trials; "
+            "what is written does the same as a strategy", markup=False,
         )  # fmt: skip
         return
     # Only what ran in turn is compared, if anything did.
@@ -300,6 +310,20 @@ def _show(found: StrategyResult) -> None:
         gains.append((found.usual_us / found.best_us, "the usual all-reduce"))
     gain = "".join(f", {times:.2f}x {label}" for times, label in gains)
     console.print(f"best: {found.best_us / 1e3:.2f} ms per iteration{gain}, {len(found.trials)} trials", markup=False)
+
+
+def _undecided(kept_us: float, least_us: float, rounds: int) -> str:
+    """What to say where a strategy took less than what is kept, but not in enough rounds to be sure.
+
+    >>> _undecided(629_180.0, 491_110.0, 4)
+    ' (one took 491.11 ms in its trial; 4 rounds in turn were few, more --rounds may decide)'
+    >>> _undecided(629_180.0, 640_000.0, 4), _undecided(629_180.0, 491_110.0, 12)
+    ('', '')
+    """
+    if not least_us < kept_us < math.inf or not 0 < rounds < ENOUGH_ROUNDS:
+        return ""
+    were = f"{counted(rounds, 'round')} in turn {'was' if rounds == 1 else 'were'} few"
+    return f" (one took {least_us / 1e3:.2f} ms in its trial; {were}, more --rounds may decide)"
 
 
 def _plan(

@@ -26,7 +26,7 @@ from ..runtime.probe.join import place
 from ..simulator import Timeline
 from ..units import format_bytes, format_us
 from ..weights import DTYPES, MODELS, WeightPlan, model_of_size, plan_weights
-from .common import out, parse_one_size
+from .common import out, parse_one_size, quoted
 from .options import ClusterOption, HtmlOption, JsonOption, OneSizeOption, RankJsonOption, TraceOption
 from .outputs import OutputFiles, output
 
@@ -97,7 +97,7 @@ def plan(
     if timeline is not None:
         console.print(f"bound: {found.reshard.bound_reason}", style="dim", markup=False)
         console.print(_busiest(found.reshard, timeline))
-    files.tell(f"stretto weights explain {target}" if target is not None else "")
+    files.tell(f"stretto weights explain {quoted(target)}" if target is not None else "")
 
 
 @app.command()

@@ -17,7 +17,7 @@ from ..report.table import ResultTable
 from ..units import format_bytes, format_us
 from ..workload import Dep, Op, Workload, chakra_write
 from ..workload.registry import MODELS
-from .common import about, next_step, out, progress, wrote
+from .common import about, next_step, out, progress, quoted, wrote
 from .completion import workload_names
 from .options import JsonOption
 from .outputs import YAML, OutputFiles, output
@@ -121,7 +121,7 @@ def show(
         console.print(Text(f"{len(loaded.ops) - most} more ops; --ops 0 shows all", style="dim"))
     console.print()
     console.print(_totals(loaded))
-    files.tell(f"stretto plan -w {workload} -c CLUSTER")
+    files.tell(f"stretto plan -w {quoted(workload)} -c CLUSTER")
 
 
 @app.command()
@@ -152,7 +152,7 @@ def convert(
     else:
         files = chakra_write.write(loaded, target)
         wrote(console, target, f"{len(files)} files")
-    next_step(f"stretto plan -w {target} -c CLUSTER")
+    next_step(f"stretto plan -w {quoted(target)} -c CLUSTER")
 
 
 def _load(source: str) -> Workload:

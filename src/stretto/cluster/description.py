@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InvalidInput, unknown
-from ..units import parse_rate
+from ..units import counted, parse_rate
 from .model import Cluster
 from .wiring import (
     ETHERNET_ALPHA_US,
@@ -97,16 +97,18 @@ def parse(text: str) -> dict[str, Any]:
             raise InvalidInput(f"{part.strip()[:60]!r}: expected 'key: value', with a key of {', '.join(KEYS)}")
         if key.strip() in found:
             raise InvalidInput(f"{key.strip()}: is given twice")
-        found[key.strip()] = value.partition("#")[0].strip()
+        found[key.strip()] = value = value.partition("#")[0].strip()
+        if more := re.search(rf"\s({'|'.join(KEYS)})\s*:", value):
+            raise InvalidInput(f"a comma is missing after '{key.strip()}: {value[: more.start()].strip()[:60]}'")
     return found
 
 
-def read(data: dict[str, Any], name: str) -> Cluster:
+def read(data: dict[str, Any], name: str = "") -> Cluster:
     """The cluster of a description.
 
     Args:
         data: Its keys and values.
-        name: The cluster's name.
+        name: The cluster's name; empty: what its hosts are, as in ``2 hosts of 8 x h100``.
 
     Returns:
         The cluster; its notes say what was assumed.
@@ -125,6 +127,8 @@ def read(data: dict[str, Any], name: str) -> Cluster:
     hosts = _whole(data.get("hosts", 1), "hosts", MAX_DEVICES)
     gpus, kind_name = _counted(data["gpus"], "gpus")
     kind_name = kind_name.lower()
+    if kind_name.isdecimal():
+        raise InvalidInput(f"gpus: {kind_name[:60]}: write which GPU, too, such as {kind_name[:60]} x a100")
     if kind_name not in GPUS:
         raise InvalidInput(
             f"gpus: {unknown('GPU', kind_name, GPUS)} (other machines: 'stretto cluster list', or a file)"
@@ -134,6 +138,7 @@ def read(data: dict[str, Any], name: str) -> Cluster:
     if hosts > 1 and "network" not in data:
         raise InvalidInput(f"network: is missing for {hosts} hosts; write for example 'network: 8 x 400gbit'")
     nics, rate = (0, 0.0) if hosts == 1 else _network(data["network"], gpus)
+    name = name or f"{counted(hosts, 'host')} of {gpus} x {kind_name}"
     return _wired(name, hosts, gpus, GPUS[kind_name], nics, rate)
 
 

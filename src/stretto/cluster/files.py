@@ -52,7 +52,7 @@ def load(source: str | Path, *, nodes: int | None = None, **options: Any) -> Clu
         return load(source.removesuffix(MULTICAST), nodes=nodes, **options).with_multicast()
     if isinstance(source, str) and description.looks_like(source):
         check_options(FORMS["description"], options if nodes is None else {**options, "nodes": nodes}, [])
-        return description.read(description.parse(source), name="described")
+        return description.read(description.parse(source))
     head, tail = _split(source)
     given = _parse_tail(tail)
     if nodes is not None:

@@ -12,6 +12,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from ..units import counted
 from .grid import lines
 from .model import DEVICE, NO_CAP, Cluster
 
@@ -162,7 +163,7 @@ def size_of(cluster: Cluster) -> str:
     hosts = ""
     if cluster.num_hosts < cluster.num_devices:
         hosts = f" on {cluster.num_hosts} host{'s' if cluster.num_hosts > 1 else ''}"
-    return f"{cluster.num_devices} devices{hosts}{f', {grid}' if grid else ''}, {cluster.num_links} links"
+    return f"{cluster.num_devices} devices{hosts}{f', {grid}' if grid else ''}, {counted(cluster.num_links, 'link')}"
 
 
 def local_name(cluster: Cluster, node: int) -> str:

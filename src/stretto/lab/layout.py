@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..cluster import Cluster
 from ..cluster.wiring import Wiring
 from ..errors import InvalidInput, unknown
-from ..units import parse_rate
+from ..units import counted, parse_rate
 
 ORDERS = ("host", "interleaved")
 SHAPERS = ("tbf", "htb")
@@ -224,7 +224,8 @@ class LabLayout:
         """Hosts, ranks, order, rates and shaper in one line of text."""
         order = "host order" if self.order == "host" else self.order
         how = f"{self.shaper}, TCP {self.tcp}" if self.tcp else self.shaper
-        return f"{self.hosts} hosts x {self.ranks_per_host} ranks, {order}, {self.rates} ({how})"
+        ranks = counted(self.ranks_per_host, "rank")
+        return f"{counted(self.hosts, 'host')} x {ranks}, {order}, {self.rates} ({how})"
 
     @property
     def rates(self) -> str:

@@ -45,24 +45,25 @@ def timeline_tables(timeline: Timeline, *, cluster: Cluster | None = None, bound
 
 
 def sweep_table(sweep: Sweep, *, width: int = 80) -> ResultTable:
-    """The times of the fastest algorithms at every size, as many as fit into `width` columns; the best is bold."""
+    """At every size the best algorithm with its time, then those of the others, as many as fit into `width` columns."""
     names = sweep.by_speed
     leaders = dict.fromkeys(sweep.best(at) for at in range(len(sweep.sizes)))
     shown: list[str] = []
-    free = width - 24
+    free = width - 44 - max(map(len, leaders))
     for name in (*leaders, *(n for n in names if n not in leaders)):
         free -= max(len(name), 9) + 2
-        if free >= 0 or not shown:
+        if free >= 0:
             shown.append(name)
     shown.sort(key=names.index)
-    table = ResultTable(">bytes", ">bound", *(f">{name}" for name in shown), ">best")
+    table = ResultTable(">bytes", ">bound", "best", ">time", ">of the bound", *(f">{name}" for name in shown))
     table.columns[1].style = "dim"
     for at, size in enumerate(sweep.sizes):
         best = sweep.best(at)
         cells = [Text(format_us(sweep.time_us[name][at]), style="bold green" if name == best else "") for name in shown]
         bound = sweep.bound_us[at]
         multiple = f"{sweep.time_us[best][at] / bound:.2f}x" if bound > 0 else ""
-        table.add_row(format_bytes(size), format_us(bound), *cells, multiple)
+        time = Text(format_us(sweep.time_us[best][at]), style="bold green")
+        table.add_row(format_bytes(size), format_us(bound), Text(best), time, multiple, *cells)
     if len(shown) < len(names):
         table.caption = f"{len(names) - len(shown)} more algorithms are in the plot"
     return table

@@ -64,10 +64,11 @@ def place(src: Side | str, dst: Side | str, cluster: Cluster, *, rounding: str =
         with _named(name):
             sides[name] = Side.parse(side) if isinstance(side, str) else side
     used: set[int] = {d for side in sides.values() for d in side.devices or ()}
-    layouts = []
+    layouts: list[Layout] = []
     for name, side in sides.items():
         with _named(name):
-            layouts.append(Layout(mesh=_mesh(side, cluster, used), spec=side.spec, rounding=rounding))
+            mesh = _mesh(side, cluster, used, same=layouts[0].mesh.devices if layouts else sides["dst"].devices or ())
+            layouts.append(Layout(mesh=mesh, spec=side.spec, rounding=rounding))
     return layouts[0], layouts[1]
 
 
@@ -80,11 +81,14 @@ def _named(side: str) -> Iterator[None]:
         raise InvalidInput(f"{side}: {error}") from None
 
 
-def _mesh(side: Side, cluster: Cluster, used: set[int]) -> Mesh:
-    """A mesh of the side's own devices, or of the next free ones, which are then added to `used`."""
+def _mesh(side: Side, cluster: Cluster, used: set[int], same: Sequence[int]) -> Mesh:
+    """A mesh of the side's own devices, or of the next free ones, which are then added to `used`.
+
+    Where too few are free, the error says how to take those of the other side, `same`.
+    """
     devices = side.devices
     if devices is None:
-        devices = _rows_on_hosts(side.shape, cluster, used) or _dense(side.shape, cluster, used)
+        devices = _rows_on_hosts(side.shape, cluster, used) or _dense(side.shape, cluster, used, same)
         used |= set(devices)
     bad = [d for d in devices if d >= cluster.num_devices]
     if bad:
@@ -110,12 +114,15 @@ def _rows_on_hosts(shape: Sequence[int], cluster: Cluster, used: set[int]) -> tu
     return tuple(d for devices in free[:rows] for d in devices[:width]) if len(free) >= rows else None
 
 
-def _dense(shape: Sequence[int], cluster: Cluster, used: set[int]) -> tuple[int, ...]:
+def _dense(shape: Sequence[int], cluster: Cluster, used: set[int], same: Sequence[int]) -> tuple[int, ...]:
     size = int(np.prod(shape))
     free = [d for d in range(cluster.num_devices) if d not in used]
     if len(free) < size:
         left = f"{cluster.name} has {cluster.num_devices} devices, {len(free)} of them free"
-        raise InvalidInput(f"mesh ({','.join(map(str, shape))}): needs {size} devices; {left}")
+        mesh = f"({','.join(map(str, shape))})"
+        fits = len(same) == size
+        again = f"; to use the same devices write {Mesh(shape=tuple(shape), devices=tuple(same))}" if fits else ""
+        raise InvalidInput(f"mesh {mesh}: needs {size} devices; {left}{again}")
     return tuple(free[:size])
 
 

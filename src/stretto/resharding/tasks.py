@@ -36,12 +36,13 @@ class Tensor:
         check_shape(f"{self.name}: shape", self.shape)
         if not 1 <= self.dtype_bytes <= MAX_DTYPE_BYTES:
             raise InvalidInput(f"{self.name}: dtype_bytes must be 1..{MAX_DTYPE_BYTES}, not {self.dtype_bytes}")
+        whose = "" if self.name == "tensor" else f"{self.name}: "
         for key, side in (("src", self.src), ("dst", self.dst)):
             if side.spec.ndim != len(self.shape):
                 has = f"is for {side.spec.ndim} dimensions, the tensor has {len(self.shape)}"
-                raise InvalidInput(f"{self.name}: {key} {side.spec}: {has}")
+                raise InvalidInput(f"{whose}{key}: {side.spec}: {has}")
         if self.dst.spec.partial:
-            raise InvalidInput(f"{self.name}: dst {self.dst.spec}: nothing can be brought into a pending sum")
+            raise InvalidInput(f"{whose}dst: {self.dst.spec}: nothing can be brought into a pending sum")
 
     @property
     def nbytes(self) -> int:

@@ -123,7 +123,7 @@ class Certificate:
         if self.runtime_gap < -1e-9:
             # The price list has the memory of a GPU that ranks share instead of the cluster's links.
             return "faster than the cluster's links, for which this runtime has the memory that ranks share"
-        return f"{100 * self.runtime_gap:.0f} % above the bound"
+        return f"{100 * self.runtime_gap:.2f} % above the bound"
 
     @property
     def by_switch(self) -> bool:

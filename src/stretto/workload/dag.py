@@ -12,7 +12,7 @@ from typing import Literal
 
 from ..errors import InvalidInput, unknown
 from ..late import LateFunction
-from ..units import format_bytes, format_us
+from ..units import counted, format_bytes, format_us
 from .ordering import few
 
 MAX_OPS = 200_000
@@ -235,7 +235,7 @@ class Workload:
         moved = sum(op.nbytes for op in self.comm_ops)
         return (
             f"<Workload {self.name}: {len(self.ops)} ops ({len(self.comm_ops)} of communication) over "
-            f"{self.num_ranks} ranks, {format_us(self.compute_us)} of compute, "
+            f"{counted(self.num_ranks, 'rank')}, {format_us(self.compute_us)} of compute, "
             f"{format_bytes(moved)} moved>"
         )
 

@@ -132,7 +132,7 @@ def decode(path: Path) -> Events:
         said = explain(error)
         raise InvalidInput(f"{path}: {said if said.startswith('$') else f'not a profiler trace: {said}'}") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{path}: not valid JSON: {error}") from None
+        raise InvalidInput(f"{path}: not valid JSON: {str(error).removeprefix('JSON is malformed: ')}") from None
     del data
     events = []
     for number, event in enumerate(file.trace_events):

@@ -62,7 +62,7 @@ def rank_files(path: str | Path, peers: Sequence[str | Path], endings: Iterable[
     if not is_folder(path):
         files = [path, *map(Path, peers)]
     elif peers:
-        raise InvalidInput("peers: not together with a directory, which already holds the files of all ranks")
+        raise InvalidInput(f"{path}: is a directory, which already holds the files of all ranks: leave {peers[0]} out")
     else:
         files = sorted((p for p in path.iterdir() if p.name.endswith(endings)), key=_natural)
         if not files:
