@@ -22,7 +22,7 @@ def test_output_carries_the_rank_and_the_failing_one_is_named(capsys: pytest.Cap
     said = capsys.readouterr()
     assert sorted(said.out.splitlines()) == ["[0] got a=b on 0", "[1] got a=b on 1"]
     first, wrong, last = said.err.splitlines()
-    assert first.startswith("stretto lab: 2 hosts x 1 ranks, host order, rdma=400mbit eth=200mbit (tbf), ")
+    assert first.startswith("stretto lab: 2 hosts x 1 rank, host order, rdma=400mbit eth=200mbit (tbf), ")
     assert wrong == "[1] wrong"
     assert last == "stretto lab: rank 1 on h1 ended with exit code 9"
 

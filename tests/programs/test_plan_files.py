@@ -224,8 +224,12 @@ def test_the_old_dialect_has_the_range_too(tmp_path: Path) -> None:
 def test_a_table_divides_all_sizes_among_its_files(suffix: str, form: str, tmp_path: Path) -> None:
     options = QUICK | {"makers": ["library"]}
     table = select(AllReduce(8), Cluster.load("dgx_a100"), [KB, 100 * KB, 10 * MB, 1000 * MB], lower=form, **options)
-    written = [path for path in table.save(tmp_path, suffix=suffix) if path.name.startswith("all_reduce")]
+    saved = [path for path in table.save(tmp_path, suffix=suffix) if path.name.startswith("all_reduce")]
+    written = [path for path in saved if path.suffix == suffix]
     assert len(written) > 1
+    # Beside a plan for MSCCL++ stands the program that our backend runs.
+    programs = {path.stem for path in saved if path.suffix == ".txt"}
+    assert programs == ({path.stem for path in written} if form == "mscclpp" else set())
     ranges = [sizes_of(path) for path in written]
     ends = [high or NO_LIMIT for _, high in ranges]
     assert [low for low, _ in ranges] == [0, *(end + 1 for end in ends[:-1])]
