@@ -29,7 +29,7 @@ from .helpers import duties, hint, resolve
 from .lowering import check_format, lowers_well, search_lowering
 from .makers import LIBRARY, PHASES, SMALL, SYMMETRIC, MakerOptions, check_options, plan_tasks
 from .matching import same_task
-from .plan_search import restored_plan
+from .plan_search import needs_trees, restored_plan
 from .problem import MakerTask, Progress, SynthesisProblem
 from .sketch import Sketch
 
@@ -39,6 +39,8 @@ FROM_BASE = 0.1
 REPAIR = "repair"
 LOWERING = 0.3
 """The share of the budget that is kept for turning programs into instruction streams."""
+TREES = 0.6
+"""The same where plans need trees in loops, which are searched for then."""
 
 
 def synthesize(
@@ -199,11 +201,12 @@ def _search(
     here = [task for task in tasks if task.maker in quick or (small and (alone or task.maker == LIBRARY))]
     there = [task for task in tasks if task not in here]
     # The backend is started before the clock of the budget: starting a Ray cluster is not part of the search.
+    kept = TREES if needs_trees(problem) else LOWERING
     with backends.backend(backend, jobs=jobs, address=ray_address) if there else nullcontext() as start:
         began = time.monotonic()
         board = Board(
             bound=lower_bound(problem.collective, problem.cluster, problem.nbytes),
-            budget_s=budget_s * (1 - LOWERING if problem.lower else 1),
+            budget_s=budget_s * (1 - kept if problem.lower else 1),
             began=began,
             progress=progress,
             priced=problem.runtime is not None,
@@ -218,7 +221,7 @@ def _search(
         raise Infeasible(_why_nothing(problem, board.candidates))
     best, lowering = board.best, None
     if problem.lower:
-        left = max(board.left_s, LOWERING * budget_s)
+        left = max(board.left_s, kept * budget_s)
         best, lowering = search_lowering(board.made, problem, budget_s=left, report=board.report)
     # A program that came from a worker is verified and simulated once more in this process.
     timeline = simulate(
