@@ -63,8 +63,8 @@ LOOP_TURNS = (8, 32)
 """How often the loop of a plan goes round, of those that are tried."""
 TREE_TURNS = (16, 32)
 """The same where every tree is a stream."""
-PULLED_TURNS = (16, 32, 64)
-"""The same where every step has one peer: the first to compare trees, the others to choose."""
+PULLED_TURNS = (32, 64)
+"""The same where every step has one peer: trees are compared with the first."""
 COMPARED = 0.6
 """The part of the time in which trees are compared; the two fastest of them are tried in all their forms."""
 FIRST_BALANCED = 3
@@ -208,9 +208,7 @@ class _PlanSearch:
                 if time.monotonic() > until:
                     break
         for program in chain((program for _, _, program in sorted(compared)[:2]), others):
-            forms = loop_forms(program, problem.nbytes, most)
-            first = 1 if len(forms) > 1 and forms[0].pull else 0
-            yield _timed("loop_trees", program, problem), forms[first:]
+            yield _timed("loop_trees", program, problem), loop_forms(program, problem.nbytes, most)
 
     def widen(self, made: ProvedProgram, forms: Iterable[PlanForm] | None = None) -> None:
         """Try one program in some forms, by default in all that suit it if the first ones promise something.
