@@ -17,6 +17,7 @@ from ..errors import Infeasible
 from ..units import format_us
 from .costs.costs import CostModel
 from .plan import Plan
+from .schedule.link_turns import LinkTurn
 from .schedule.problem import PlanProblem
 from .schedule.retime import RetimedPlan, retime
 from .schedule.schedule import Scheduler, StepSchedule, check_order
@@ -37,6 +38,8 @@ class PlanCandidate:
     retimed: RetimedPlan | None = None
     why_not: str = ""
     """The reason why it could not be re-timed."""
+    turns: tuple[LinkTurn, ...] = ()
+    """Turns on links that it keeps."""
 
     @property
     def us(self) -> float:
@@ -59,7 +62,7 @@ class LinkLevelJudge:
     def retimed(self, candidate: PlanCandidate) -> PlanCandidate:
         """The candidate with its re-timed iteration, or the reason why there is none."""
         try:
-            found = retime(candidate.schedule, self.problem, self.cluster, self.costs)
+            found = retime(candidate.schedule, self.problem, self.cluster, self.costs, turns=candidate.turns)
         except Infeasible as error:
             return replace(candidate, why_not=str(error))
         return replace(candidate, retimed=found)
