@@ -35,8 +35,9 @@ UPLINKS = {
     "networks": {"rdma": "10mbit", "eth": "5mbit"},
     "turns": {"rdma": "10mbit"},
 }
-BUSY_S = {"turns": 0.05}
-"""Seconds that a forward pass of a micro-batch takes beside, and a backward pass twice; the others hardly compute."""
+SHAPES = {"turns": {"busy_s": 0.05, "rows": 512, "tables": 1}}
+"""What a layout has of its own: `busy_s` are seconds that a forward pass of a micro-batch takes beside, and a backward
+pass twice; the others hardly compute."""
 TCP = "reno"
 """The congestion control of the hosts: every Linux has it, and lets namespaces choose it."""
 ROUNDS, TIMES = 5, 3
@@ -50,7 +51,7 @@ def strided(layout: str, order: str, quick: bool) -> list[Row]:
         sys.exit(f"no lab here: {why}")
     asked = {
         "layout": layout, "order": order, "each": STAGES, "rows": 256, "width": 128, "tables": 4, "batches": 4,
-        "budget_s": 4.0, "rounds": 1 if quick else ROUNDS, "times": TIMES, "busy_s": BUSY_S.get(layout, 0.0),
+        "budget_s": 4.0, "rounds": 1 if quick else ROUNDS, "times": TIMES, "busy_s": 0.0, **SHAPES.get(layout, {}),
     }  # fmt: skip
     found = _in_lab(asked)
     plain = found["times"]["plain order"]

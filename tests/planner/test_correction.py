@@ -162,7 +162,7 @@ def test_turns_on_links_make_true_what_the_search_says(whole: LinkLevelJudge) ->
 def test_the_walk_over_turns_finds_those_that_gain(whole: LinkLevelJudge) -> None:
     first = whole.retimed(PlanCandidate(name="first", schedule=Scheduler(whole.problem).schedule([0, 0, 0])))
     bound_us = Scheduler(whole.problem).bound().us
-    rest = {"most": 20, "until": float("inf"), "own_s": 0.0, "bound_us": bound_us}
+    rest = {"most": 20, "until": float("inf"), "bound_us": bound_us}
     best = TurnWalk(whole, seed=0).best(first, [], **rest)  # type: ignore[arg-type]
     assert best.turns and best.us < 0.75 * first.us
     assert "wait for their turns on links" in turns_note(best)

@@ -41,17 +41,18 @@ ROUNDING = 1e-9
 """How far, as a share, sums of the same times in another order may lie apart."""
 COSTING_SHARE = 0.4
 """The share of the budget after which no further options are costed."""
-LEAST_COSTING_S = 2.0
+LEAST_COSTING_S, MOST_COSTING_SHARE = 2.0, 0.6
+"""Seconds of this thread's own time for costing, even after that share, but not after the second one: steps of up to
+4,000 ops then have their options on a busy machine, too, such as one whose processors all train."""
 LEAST_SEARCH_S = 0.2
-"""Seconds for costing and for the search on any budget, the former of this thread's own time: steps of up to 4,000 ops
-then have all their options on a busy machine, too, such as one whose processors all train."""
+"""Seconds for the search on any budget."""
 BASELINES_SHARE = 0.3
 """The share of the time that is then left for the baselines, which share it evenly; the rest is the search's."""
 JUDGING_SHARE = 0.1
 """The share of the budget at its end in which candidates are re-timed."""
-JUDGING_OWN_SHARE = 0.03
-"""The share of the budget that re-timing, and a walk over options link by link, may each take of this thread's own
-time where the machine gives less than that before the budget ends."""
+JUDGING_OWN_SHARE, MOST_JUDGING_SHARE = 0.06, 0.4
+"""Where the machine gives little processor time, candidates are re-timed for longer: as long as it takes to get the
+first share of the budget as processor time, at the rate seen so far, but no longer than the second."""
 WRITING_TIMES = 7.0
 """To write out, check and re-time the plan of a large step takes so many times as long as to make its smaller one."""
 URGENT = ("fifo", "syndicate", "s_exec", "s_sched", "nccl_ring", "nccl_tree", "bytescheduler+", "hand_optimised")
@@ -220,6 +221,7 @@ def _plan(
     least_s = LEAST_COSTING_S if len(workload.ops) <= REDUCE_FROM else 0.0
     problem = make_problem(
         workload, cluster, model, until=time_left.until(COSTING_SHARE), least_s=least_s,
+        latest=time_left.until(MOST_COSTING_SHARE),
         progress=lambda share: tell("costing options", share),
     )  # fmt: skip
     compared = Systems(problem)
@@ -231,8 +233,7 @@ def _plan(
         start=tuple(starts.values()), progress=lambda state: tell(_words(state), _fraction(state, steps)),
     )  # fmt: skip
     until = (time_left.until(1.0) or float("inf")) - writing_s
-    own_s = JUDGING_OWN_SHARE * budget_s
-    judge = PlanJudge(compared=compared, cluster=cluster, costs=model, until=until, own_s=own_s, link_turns=link_turns)
+    judge = PlanJudge(compared=compared, cluster=cluster, costs=model, until=until, link_turns=link_turns)
     if retime:
         tell("re-timing link by link", 0.0)
     name, best, link_level_us, notes = judge.chosen(found, starts, retime, least_gain, steps)
@@ -316,6 +317,7 @@ class _Budget:
         self._begun, self._budget_s, self.limited = time.monotonic(), budget_s, limited
         self._own_begun = time.process_time()
         self._judging_s = JUDGING_SHARE * budget_s
+        self._own_share = JUDGING_OWN_SHARE
 
     def until(self, share: float) -> float | None:
         """The moment at which this share of the budget is spent; None without a limit."""
@@ -329,7 +331,7 @@ class _Budget:
         """Seconds to keep for writing out the plan of a large step, told by how long it took to make it smaller."""
         if not compared.reduces:
             return 0.0
-        begun = time.monotonic()
+        begun, self._own_share = time.monotonic(), 0.0
         _ = compared.own
         writing_s = WRITING_TIMES * (time.monotonic() - begun)
         self._judging_s += writing_s
@@ -337,7 +339,10 @@ class _Budget:
 
     def for_search(self) -> float:
         """Seconds until candidates have to be judged."""
-        return max(self.seconds(1.0) - self._judging_s, LEAST_SEARCH_S)
+        wall_s = max(time.monotonic() - self._begun, 1e-6)
+        rate = min(max((time.process_time() - self._own_begun) / wall_s, 1e-3), 1.0)
+        own_s = min(self._own_share / rate, MOST_JUDGING_SHARE) * self._budget_s
+        return max(self.seconds(1.0) - max(self._judging_s, own_s), LEAST_SEARCH_S)
 
     def overrun(self) -> tuple[str, ...]:
         """A note where the budget did not last, with the processor time that the machine gave meanwhile."""

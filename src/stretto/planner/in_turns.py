@@ -54,7 +54,6 @@ class TurnWalk:
         *,
         most: int,
         until: float,
-        own_s: float,
         bound_us: float,
     ) -> PlanCandidate:
         """The best plan with turns, or the one from which the walk begins.
@@ -64,13 +63,11 @@ class TurnWalk:
             candidates: further candidates.
             most: the number of plans that are re-timed.
             until: the moment (`time.monotonic`) at which the walk ends.
-            own_s: seconds of this thread's own time for which the walk goes on even then.
             bound_us: a time that no plan beats.
 
         Returns:
             The candidate, re-timed.
         """
-        own_until = time.thread_time() + own_s
         least = begin.us * (1 - LEAST_GAIN)
         starts = sorted([begin, *candidates], key=lambda one: one.schedule.period_us)
         best: PlanCandidate | None = None
@@ -84,8 +81,7 @@ class TurnWalk:
             now = self._with(start, turns)
             idle = 0
             while now is not None and idle < PATIENCE and now.us > bound_us * (1 + 1e-9):
-                late = time.monotonic() > until and time.thread_time() > own_until
-                if late or self.retimed >= most:
+                if time.monotonic() > until or self.retimed >= most:
                     break
                 other = self._with(start, self._changed(now.turns, turns))
                 gained = other is not None and other.us < now.us * (1 - 1e-6)

@@ -32,9 +32,6 @@ class PlanJudge:
     cluster: Cluster
     costs: CostModel
     until: float = float("inf")
-    own_s: float = 0.0
-    """Seconds of this thread's own time for re-timing candidates, and as many for a walk, whatever the clock says; not
-    for large steps."""
     link_turns: bool = True
     """Whether motifs of different groups may wait for their turns on links."""
 
@@ -100,7 +97,7 @@ class PlanJudge:
         walk = LinkWalk(judge, self.compared.own, seed=found.seed)
         most = MAX_WALK if steps is None else min(MAX_WALK, steps // WALK_STEPS)
         until = float("inf") if steps is not None else (time.monotonic() + judge.until) / 2
-        return walk.best(best, name=SYSTEM, most=most, until=until, own_s=self.own_s, bound_us=found.bound.us)
+        return walk.best(best, name=SYSTEM, most=most, until=until, bound_us=found.bound.us)
 
     def _in_turns(
         self,
@@ -118,7 +115,7 @@ class PlanJudge:
         walk = TurnWalk(judge, seed=found.seed)
         return walk.best(
             best, [replace(one, name=SYSTEM) for one in offered if one.name == SYSTEM], most=most, until=until,
-            own_s=self.own_s, bound_us=found.bound.us,
+            bound_us=found.bound.us,
         )  # fmt: skip
 
     def _whole(self, best: PlanCandidate, retimes: bool) -> PlanCandidate:
@@ -139,8 +136,7 @@ class PlanJudge:
         """Re-times schedules of the step as it is, or as stock systems see it."""
         if self.compared.reduces:
             problem = self.compared.step().exact(problem, self.costs)
-        own_s = 0.0 if self.compared.reduces else self.own_s
-        return LinkLevelJudge(problem=problem, cluster=self.cluster, costs=self.costs, until=self.until, own_s=own_s)
+        return LinkLevelJudge(problem=problem, cluster=self.cluster, costs=self.costs, until=self.until)
 
     def _gain(self, best: PlanCandidate) -> float:
         """The share of plain order's iteration that a candidate saves; both re-timed, or neither."""
