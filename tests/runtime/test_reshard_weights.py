@@ -102,7 +102,7 @@ def test_a_rank_that_dies_in_the_middle_is_named_and_the_old_version_stays(outco
 
 def test_a_mapping_makes_tensors_of_others_bit_for_bit_or_is_refused_everywhere(outcomes: Outcomes) -> None:
     said = {
-        "layout": "'small_scale': its pieces make (4, 3)", "blocks": "cut through blocks of 16",
+        "layout": "'small_scale': rank ", "blocks": "cut through blocks of 16",
         "fused": "[30, 6] is no multiple of the sizes [2, 1, 1]", "lacking": "'small_scale': is the scale of a rule",
         "two ways": "'embed': is needed as", "shape": "'norm': source has shape (6,), target (7,)",
     }  # fmt: skip
