@@ -36,8 +36,6 @@ RANK = Path(__file__).with_name("strategy_full_rank.py")
 MODELS = ("vgg16", "resnet50", "resnet101", "bert_12l", "ncf_dense")
 TRAINS, SERVES = 4, 2
 RATE = "400mbit"
-TCP = "reno"
-"""The congestion control of the hosts: BBR leaves links idle (docs/lab.md)."""
 STEPS = 2
 SYSTEMS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "all_reduce": ("all_reduce", TRAINS, {}),
@@ -113,7 +111,7 @@ def case(quick: bool, name: str, replayed: bool = False) -> list[Row]:
     for hosts in (TRAINS, TRAINS + SERVES):
         there = [job for job in jobs if job["ranks"] == hosts]
         about = {"model": name, "times": times, "trains": TRAINS, "steps": 1 if quick else STEPS, "jobs": there}
-        with Lab(hosts=hosts, ranks_per_host=1, uplinks={"eth": RATE}, tcp=TCP) as lab:
+        with Lab(hosts=hosts, ranks_per_host=1, uplinks={"eth": RATE}) as lab:
             cluster = lab.cluster()
             expected |= {str(job["name"]): predicted(spec, str(job["name"]), cluster) for job in there}
             done = lab.run([sys.executable, str(RANK), json.dumps(about)], timeout_s=1500, on_line=listen)
