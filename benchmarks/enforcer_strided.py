@@ -6,9 +6,6 @@ Four stages, two replicas: every data-parallel group has a rank on each host, so
 it, and with ``turns`` stages compute, so that it matters whose gradients go first. Links are slow enough for the
 processors to be idle nearly all the time, which `cpu_share` shows: the processor time of all ranks in a step over that
 of the step on all cores.
-
-Hosts take TCP's congestion control from `TCP`, not from the machine: BBR paces each connection by what it got before,
-and takes up only slowly what another one leaves, so that links stand idle that the planner counts on (docs/lab.md).
 """
 
 from __future__ import annotations
@@ -38,8 +35,6 @@ UPLINKS = {
 SHAPES = {"turns": {"busy_s": 0.05, "rows": 512, "tables": 1}}
 """What a layout has of its own: `busy_s` are seconds that a forward pass of a micro-batch takes beside, and a backward
 pass twice; the others hardly compute."""
-TCP = "reno"
-"""The congestion control of the hosts: every Linux has it, and lets namespaces choose it."""
 ROUNDS, TIMES = 5, 3
 """Rounds of all systems, whose median counts, and the iterations of each."""
 
@@ -72,7 +67,7 @@ def strided(layout: str, order: str, quick: bool) -> list[Row]:
 
 
 def _in_lab(asked: dict[str, Any]) -> dict[str, Any]:
-    lab = Lab(hosts=HOSTS, ranks_per_host=STAGES, uplinks=UPLINKS[asked["layout"]], tcp=TCP)
+    lab = Lab(hosts=HOSTS, ranks_per_host=STAGES, uplinks=UPLINKS[asked["layout"]])
     with tempfile.TemporaryDirectory() as name, lab:
         folder = Path(name)
         lab.cluster().save(folder / "truth.yaml")
