@@ -44,6 +44,8 @@ class Attempt:
     made: list[ProvedProgram] = field(default_factory=list)
     crashed: bool = False
     """Whether the task ended by a bug, or for want of memory or a package: another run of it may find more."""
+    stopped: bool = False
+    """Whether Ctrl-C ended the task."""
 
     @classmethod
     def without(cls, task: MakerTask, reason: str, *, crashed: bool = False) -> Attempt:
@@ -110,6 +112,8 @@ class Board:
     """Whether instructions have a price, so that a program at the bound of the links may be beaten."""
     crashed: bool = False
     """Whether any task has crashed: the result is then not cached."""
+    stopped: bool = False
+    """Whether Ctrl-C ended the search: the result is then not cached either."""
     suffices: Callable[[ProvedProgram], bool] = lambda made: True
     """Whether the search may end with a program at the bound: where files are wanted, whether it lowers well."""
     asked: dict[int, bool] = field(default_factory=dict)
@@ -129,6 +133,7 @@ class Board:
         """Add the result of a task."""
         self.candidates += attempt.candidates
         self.crashed |= attempt.crashed
+        self.stopped |= attempt.stopped
         # Sorting is stable: of equally fast programs the one that was made first, by the simpler maker, stays ahead.
         self.made = sorted(self.made + attempt.made, key=lambda made: made.time_us)
 
@@ -176,7 +181,8 @@ def attempt(maker: Maker, task: MakerTask, problem: SynthesisProblem, budget_s: 
         progress: Takes a line of text and the fraction done, 0..1.
 
     Returns:
-        The candidates and the best programs of the task; this never raises an `Exception`.
+        The candidates and the best programs of the task, those from before Ctrl-C where that ended it. This never
+        raises an `Exception`, nor `KeyboardInterrupt` while the maker runs.
     """
     began = time.monotonic()
     result = Attempt()
@@ -188,6 +194,8 @@ def attempt(maker: Maker, task: MakerTask, problem: SynthesisProblem, budget_s: 
             best_us = min(best_us, time_us)
             if no_gain == PATIENCE:
                 break
+    except KeyboardInterrupt:
+        result.stopped = True
     except Exception as error:
         # A broken maker must not end the search: its error is listed among the candidates, and logged if it is a bug.
         reason = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
