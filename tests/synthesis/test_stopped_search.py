@@ -13,6 +13,7 @@ import pytest
 
 import stretto as st
 from stretto.cli import run
+from stretto.programs import Lowered
 from stretto.programs.formats import load_program
 from stretto.synthesis import SearchStopped, select, synthesize
 from stretto.synthesis import makers as registry
@@ -72,10 +73,10 @@ def test_a_second_ctrl_c_or_one_before_any_program_is_the_end(monkeypatch: pytes
 
 
 def test_ctrl_c_while_programs_are_lowered_leaves_one_that_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stretto.synthesis import portfolio
+    from stretto.synthesis import lowering, portfolio
 
     use(monkeypatch, Stopping(only_at=-1.0))
-    lower, budgets = portfolio.search_lowering, []
+    lower, budgets = lowering.search_lowering, []
 
     def stopped_once(programs: Any, problem: Any, *, budget_s: float, report: Any) -> Any:
         budgets.append(budget_s)
@@ -119,4 +120,6 @@ def test_the_command_writes_it_and_says_so(
     assert STOPPED in said
     assert ("not searched: 4 MB" in said) == (sizes != "4M")
     path = target if target.is_file() else target / "all_gather-0.xml"
-    load_program(path).verify()
+    found = load_program(path)
+    assert isinstance(found, Lowered)
+    found.verify()

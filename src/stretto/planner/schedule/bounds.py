@@ -66,11 +66,6 @@ def lower_bound(
 
     Returns:
         The bound.
-
-    >>> from stretto.planner.example import figure6
-    >>> bound = lower_bound(figure6())
-    >>> round(bound.us, 3), bound.why
-    (9.5, 'channel load and waiting together, with one whole option for each')
     """
     nodes = nodes_of(problem.workload)
     option_us = _option_us(problem)
