@@ -163,5 +163,5 @@ def test_gradients_and_messages_of_a_stage_take_turns() -> None:
 
 def test_the_worked_example_reaches_its_bound() -> None:
     bound = lower_bound(figure6())
-    assert bound.us == pytest.approx(9.5, rel=1e-9)
+    assert bound.us == pytest.approx(9.5, rel=1e-5)
     assert bound.why == "channel load and waiting together, with one whole option for each"

@@ -216,7 +216,7 @@ class BalanceOptions:
     even: bool = False
     """Whether ports send equally much to each group, or the sum of both ends is kept even."""
     busy: float = 1.0
-    """One of `BUSY`."""
+    """How long the busiest group sends, relative to the bound: one of `BUSY`."""
     finer: bool = False
     """Whether chunks are smaller: what comes last is spread inside its group sooner, for more messages."""
 
