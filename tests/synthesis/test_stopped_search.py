@@ -17,7 +17,7 @@ from stretto.programs import Lowered
 from stretto.programs.formats import load_program
 from stretto.synthesis import SearchStopped, select, synthesize
 from stretto.synthesis import makers as registry
-from stretto.synthesis.portfolio import STOPPED
+from stretto.synthesis.attempts import STOPPED
 from stretto.synthesis.problem import MakerTask, SynthesisProblem
 
 RING = st.Cluster.preset("ring", nodes=4)

@@ -24,8 +24,8 @@ LEAST_S = 0.25
 """The least time that a task gets; with less time left, no further task is started."""
 KEPT_TO_LOWER = 6
 """The number of programs of one task that are kept for lowering: the fastest may not fit a runtime's limits."""
-SPENT = "not tried: the budget"
-"""How the reason of a task begins that the time did not suffice for."""
+STOPPED = "the search was stopped (Ctrl-C)"
+"""What the certificate of such a search says."""
 MAX_REASON = 200
 """The most characters of a crash's message; one that holds the signature of a native function may have thousands."""
 
@@ -116,6 +116,8 @@ class Board:
     """Whether Ctrl-C ended the search: the result is then not cached either."""
     suffices: Callable[[ProvedProgram], bool] = lambda made: True
     """Whether the search may end with a program at the bound: where files are wanted, whether it lowers well."""
+    late: list[str] = field(default_factory=list)
+    """The tasks that the time did not suffice for."""
     asked: dict[int, bool] = field(default_factory=dict)
     """What `suffices` has said of each program, by its `id`; all of them are kept in `made`."""
 
@@ -148,13 +150,17 @@ class Board:
                 return f"{made.program.name} is within {100 * CLOSE_ENOUGH:g} % of the lower bound"
         return ""
 
-    def enough(self) -> str:
-        """The reason why no further task has to be started, or an empty text; without a program there is none."""
-        if self.at_bound():
-            return f"not tried: {self.at_bound()}"
-        if self.left_s < LEAST_S and self.made:
-            return f"{SPENT} of {self.budget_s:g} s was spent"
-        return ""
+    def skips(self, task: MakerTask) -> bool:
+        """Whether a task need not be started any more; the reason is then listed as its candidate's."""
+        reached = self.at_bound()
+        if not reached and self.stopped:
+            reached = STOPPED
+        elif not reached and self.made and self.left_s < LEAST_S:
+            reached = f"the budget of {self.budget_s:g} s was spent"
+            self.late.append(task.label)
+        if reached:
+            self.add(Attempt.without(task, f"not tried: {reached}"))
+        return bool(reached)
 
     def report(self, message: str) -> None:
         """Pass a message, with the best time so far and the share of the budget spent, to `progress`."""

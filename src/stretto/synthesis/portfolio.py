@@ -23,7 +23,7 @@ from ..simulator.runtimes import runtime_of
 from ..units import check_bytes, check_seed
 from . import backends
 from . import makers as registry
-from .attempts import LEAST_S, SPENT, Attempt, Board, attempt
+from .attempts import LEAST_S, STOPPED, Board, attempt
 from .cache import Cache
 from .certificate import Candidate, Certificate, Lowering, ProvedProgram, Synthesis, versions
 from .helpers import duties, hint, resolve
@@ -40,8 +40,6 @@ FROM_BASE = 0.1
 REPAIR = "repair"
 LOWERING = 0.3
 """The share of the budget that is kept for turning programs into instruction streams."""
-STOPPED = "the search was stopped (Ctrl-C)"
-"""What the certificate of such a search says."""
 STOPPED_S = 1.0
 """The seconds for turning programs into instruction streams once a search was stopped; one lowering is always made."""
 
@@ -298,10 +296,9 @@ def _lowered(problem: SynthesisProblem, board: Board, budget_s: float) -> tuple[
 
 def _cut(board: Board, lowering: Lowering | None) -> str:
     """Why a search for plans might find another one with more time; empty where every candidate was tried."""
-    late = [c.maker for c in board.candidates if c.reason.startswith(SPENT)]
     by_clock = sorted({made.maker for made in board.made if not made.maker.startswith(LIBRARY)})
     reasons = [
-        f"the budget ended before {', '.join(late)}" if late else "",
+        f"the budget ended before {', '.join(board.late)}" if board.late else "",
         f"{', '.join(by_clock)} searched by the clock" if by_clock else "",
         "" if lowering is None else lowering.cut,
     ]
@@ -311,11 +308,7 @@ def _cut(board: Board, lowering: Lowering | None) -> str:
 def _in_turn(problem: SynthesisProblem, tasks: Sequence[MakerTask], board: Board, *, later: float) -> None:
     """Run tasks one after the other in this process; each gets its share of the time that is left."""
     for at, task in enumerate(tasks):
-        why = board.enough()
-        if board.stopped:
-            why = f"not tried: {STOPPED}"
-        if why:
-            board.add(Attempt.without(task, why))
+        if board.skips(task):
             continue
         share = board.left_s * task.weight / (later + sum(rest.weight for rest in tasks[at:]))
         board.report(task.label)
