@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..cluster import Cluster
-from ..errors import InvalidInput, PlanMismatch, unknown
+from ..errors import InvalidInput, PlanMismatch, StrettoError, unknown
 from ..planner import api
 from ..planner.algebra.options import problem as make_problem
 from ..planner.api import SYSTEM, PlanResult, to_schedule
@@ -38,7 +38,6 @@ from ..workload import Workload
 from .common import SHOW_AFTER_S, out, progress_console, quoted
 from .options import (
     BudgetOption,
-    ClusterOption,
     HtmlOption,
     JsonOption,
     OptionalCluster,
@@ -46,7 +45,6 @@ from .options import (
     RuntimeOption,
     SeedOption,
     TraceOption,
-    WorkloadOption,
 )
 from .outputs import OutputFiles, output
 from .session import SESSION
@@ -354,19 +352,25 @@ def diff(
 @app.command()
 def retime(
     path: PlanFile,
-    workload: WorkloadOption,
-    cluster: ClusterOption,
+    workload: OptionalWorkload = None,
+    cluster: OptionalCluster = None,
     costs: CostsOption = None,
     trace: TraceOption = None,
     rows: JsonOption = None,
 ) -> None:
     """Simulate a plan again, link by link: what an iteration takes as promised, by today's costs, and contending.
 
+    The workload and the cluster need not be given where the plan was made for a model and a preset by their names.
+    'stretto simulate PLAN.json' does the same.
+
     \b
-    Example:
-      stretto plan retime plan.json -w dlrm:A2 -c hgx2:16 --trace plan.pftrace
+    Examples:
+      stretto plan retime plan.json --trace plan.pftrace
+      stretto plan retime plan.json -w step.yaml -c cluster.yaml
     """
-    made, step, machine = Plan.load(path), Workload.load(workload), Cluster.load(cluster)
+    made = Plan.load(path)
+    step = _named(made.workload, workload, Workload.load, made.workload_digest, "--workload")
+    machine = _named(made.cluster, cluster, Cluster.load, made.cluster_digest, "--cluster")
     made.check(step, machine)
     model = _costs(costs, machine)
     if model is None:
@@ -389,6 +393,25 @@ def retime(
     table.add_row("link by link", format_us(found.period_us), steady)
     out().print(table)
     files.tell()
+
+
+Named = TypeVar("Named", Workload, Cluster)
+
+
+def _named(name: str, given: str | None, load: Callable[[str], Named], digest: str, option: str) -> Named:
+    """The workload or cluster that the user gave, else the one that a plan names, if it is still the same."""
+    if given is not None:
+        return load(given)
+    missing = InvalidInput(
+        f"{option}: must be given: the plan was made for {name!r} with options, from a file, or by another version"
+    )
+    try:
+        found = load(name)
+    except StrettoError:
+        raise missing from None
+    if found.digest != digest:
+        raise missing
+    return found
 
 
 def _costs(given: str | None, cluster: Cluster, otherwise: CostModel | None = None) -> CostModel | None:

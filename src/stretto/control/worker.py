@@ -51,7 +51,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     factors: dict[str, float] = {}
     current: tuple[bytes, str] | None = None
     plain: bool = False
-    """Not the best plan but the order of the application."""
+    """Whether the order of the application is wanted instead of the best plan."""
 
 
 class PlanReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ class PlanReply(msgspec.Struct, frozen=True, kw_only=True):
     plain_spans: tuple[ReportSpan, ...] = ()
     """Plain order as it is predicted."""
     plan_spans: tuple[ReportSpan, ...] = ()
-    """The same of the plan."""
+    """The plan as it is predicted."""
 
 
 class Planning(Protocol):

@@ -160,7 +160,7 @@ class SystemSchedules(Mapping[str, StepSchedule]):
         return self._whole[name]
 
     def for_tables(self) -> dict[str, StepSchedule]:
-        """The same without times of single ops, at once for a large step, too."""
+        """The schedules without times of single ops, which come at once for a large step, too."""
         if not self._compared.reduces:
             return dict(self)
         small = {n: self._compared.step(n in DEFAULTS).with_figures(one) for n, one in self._small.items()}

@@ -33,7 +33,7 @@ from .relaxation import Circle, OptionCount, Relaxed, WindowLoads, relax, resour
 TOGETHER = "channel load and waiting together, with one option for each"
 """The argument in which all others have to hold at once."""
 WHOLE = "channel load and waiting together, with one whole option for each"
-"""The same where no option is taken in shares."""
+"""The name of the bound by channel load and waiting where no option is taken in shares."""
 MAX_BETWEEN_OPS = 1000
 LEAST_RISE = 1e-5
 """The share by which whole options have to raise the bound: below, the one that owes nothing to a solver stays."""
@@ -72,11 +72,6 @@ def lower_bound(
 
     Returns:
         The bound.
-
-    >>> from stretto.planner.example import figure6
-    >>> bound = lower_bound(figure6())
-    >>> round(bound.us, 3), bound.why
-    (9.5, 'channel load and waiting together, with one whole option for each')
     """
     nodes = nodes_of(problem.workload)
     option_us = _option_us(problem)

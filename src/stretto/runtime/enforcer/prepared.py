@@ -144,7 +144,7 @@ class PreparedPlan:
         call, op = queued.call, queued.rank_op.number
         assert call is not None
         if call.op in ONE_TENSOR and len(call.inputs) == 1:
-            # Its size is known before anything is laid out, which some carriers need not do.
+            # The call's size is known before memory is laid out, which some carriers need not do.
             return self.bound(op, call.inputs[0].numel() if call.reduce else call.nbytes)
         buffers = queued.buffers
         if buffers is None:

@@ -228,7 +228,7 @@ def _message(made: OpPlan, number: int, op: Op, pair: tuple[int, ...], rank: int
 
 
 def _in_directions(ops: Mapping[int, RankOp]) -> dict[int, RankOp]:
-    """The same, with a line for each direction of the channels on which messages stand: collectives hold both."""
+    """The ops with a line for each direction of the channels that have messages; a collective holds both directions."""
     parted = {channel for one in ops.values() if one.op.kind == "send" for channel in one.motifs[0].channels}
 
     def lines(rank_motif: RankMotif) -> tuple[str, ...]:

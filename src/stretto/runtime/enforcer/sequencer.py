@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may go next: motifs in the plan's order on each channel, each as soon as its channels are free.
+"""The sequencer: starts motifs in the plan's order on each channel, each as soon as its channels are free.
 
 Every channel has a line. A motif starts when it stands first in the lines of all its channels, none of them is busy,
 its op has been submitted, and the motifs of the op that it waits for have ended. Brief motifs do not wait for each
@@ -203,13 +203,13 @@ class QueuedOp:
             self._event.set()
 
     def forget(self) -> None:
-        """It has ended, and is in no line any more: without circles it goes at once, not when garbage is collected."""
+        """Break the reference circles of an op that has ended, so that it is freed at once."""
         self.submission = None
         for motif in self.motifs.values():
             del motif.op
 
     def settle(self, error: Exception | None) -> None:
-        """It is over: let everybody know. The application's tensors are not kept."""
+        """Mark the op as ended, wake those that wait for it, and let go of the application's tensors."""
         self.error = error
         self.done = True
         if self.call is not None:
@@ -297,7 +297,7 @@ class Sequencer:
     def _begin(self, queued: QueuedOp) -> bool:
         """Start what may start now that an op was submitted; whether some of it waits. Called with the lock."""
         motifs = queued.motifs.values()
-        # Nothing but its own motifs became ready by this.
+        # Submitting an op makes none but its own motifs ready.
         if len(motifs) == 1:
             (only,) = motifs
             if not self._ready(only):
@@ -389,7 +389,7 @@ class Sequencer:
         self._bring(motif)
 
     def fail(self, error: Exception) -> None:
-        """Nothing of this can go on: everybody who waits gets the error."""
+        """End all open ops with an error, which everything that waits for them raises."""
         with self.lock:
             self._break(error)
         self._finish()
@@ -532,7 +532,7 @@ class Sequencer:
             motif.op.stir()
 
     def _break(self, error: Exception) -> None:
-        """Nothing goes on. Called with the lock."""
+        """Mark all open ops as failed. Called with the lock."""
         self.failure = self.failure or error
         self._broken.extend(self._open.values())
         self._open.clear()
