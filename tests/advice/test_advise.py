@@ -214,6 +214,11 @@ def test_a_network_that_is_not_the_traces_is_no_model() -> None:
     assert not found.changes and found.confidence == "low"
 
 
+def test_a_step_of_gloo_on_links_of_gpus_is_told_so() -> None:
+    found = advise(job_step(1_000.0, 5_000_000.0), "dgx_h100:1", steps=5, gpu=False)
+    assert "gloo, on which the step was recorded, does not use it" in found.unusable
+
+
 def test_ranks_that_leave_devices_free_are_placed_aloud(tmp_path: Path) -> None:
     placed = "4 ranks are placed on the first 4 of 16 devices, all on one of 2 hosts"
     found = advise(job_step(1_000.0, 200.0), "dgx_h100:2", steps=20)
