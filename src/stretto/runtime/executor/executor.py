@@ -99,12 +99,12 @@ class ProgramWork:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not; never waits."""
+        """Whether the work has ended, with or without an error; never waits."""
         return self._native.done
 
     @property
     def error(self) -> StrettoError | None:
-        """Why it failed, once it has."""
+        """The error of the work, once it has failed; else None."""
         if not self._native.done or not self._native.failure:
             return None
         return failure_error(self._native.failure, self._native.why)
