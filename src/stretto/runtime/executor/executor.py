@@ -357,6 +357,7 @@ class Executor:
         Raises:
             PeerLost: A rank is gone.
             InvalidInput: The program does not take so many elements, this type or this reduction.
+            StrettoError: The executor was closed, or has failed before.
         """
         self._home.check()
         arguments = self._checked(handle, input, output, count, dtype, op)
