@@ -135,6 +135,13 @@ def plan(
     branches: Annotated[
         int, typer.Option(metavar="N", help="Raise the lower bound by so many further bounds with divided options.")
     ] = 0,
+    link_turns: Annotated[
+        bool,
+        typer.Option(
+            "--link-turns/--no-link-turns",
+            help="Let motifs of different groups take turns on the links of their hosts, where that is faster.",
+        ),
+    ] = True,
 ) -> None:
     """Decide how every byte of a training step moves: in which pieces, over which links, in which order.
 
@@ -170,7 +177,7 @@ def plan(
     with search_progress() as tell:
         found = api.plan(
             step, machine, budget_s=budget, steps=steps, seed=seed, costs=model,
-            synthesis_s=synthesize, retime=retime, branches=branches,
+            synthesis_s=synthesize, retime=retime, branches=branches, link_turns=link_turns,
             progress=tell,
         )  # fmt: skip
         others = _buckets(buckets, step, machine, budget, steps, seed, model)
@@ -371,7 +378,7 @@ def retime(
         model = SimulatedCosts(machine, providers=(*providers_for(machine), saved(made.programs)))
     problem = make_problem(step, machine, model)
     schedule = to_schedule(made, problem)
-    found = retimed(schedule, problem, machine, model)
+    found = retimed(schedule, problem, machine, model, turns=api.turns_in(made, step))
     files = OutputFiles()
     files.write(trace, lambda path: write_plan_trace({"plan": schedule.timeline(problem)}, path))
     files.json(rows, {

@@ -33,6 +33,7 @@ from .announce import Announcements, Place, Stray
 from .carrier import CarrierMaker, CarrierSite, PendingMaximum
 from .carriers import make
 from .compiled_op import CompiledOp
+from .link_turns import TurnBoard
 from .measured import MeasuredWindow
 from .messages import MessageLines
 from .planned_work import STALLED_S
@@ -87,6 +88,8 @@ class Enforcer:
         self._every = every
         self._sequencer = Sequencer(self._tell_failure)
         self._announcements = Announcements(self._rank)
+        self._board = TurnBoard(self._rank, self._sequencer, self._announcements.generation)
+        self._sequencer.link_turns = self._board
         self._job = world.engine.job
         self._carrier = make(
             carrier,
@@ -205,6 +208,7 @@ class Enforcer:
         if CURRENT.enforcer is self:
             CURRENT.enforcer = None
             self._messages.close()
+            self._board.close()
             self._carrier.close()
 
     def __enter__(self) -> Enforcer:
@@ -504,6 +508,9 @@ class Enforcer:
         compares = self.compares and new is not None and new.plan.name != PLAIN
         self._trial = PlainTrial(self._iteration) if compares else None
         if new is not None:
+            if new.share.takes_turns:
+                with self._sequencer.lock:
+                    self._board.begin(new.number, self._round, new.plan.iteration_us, sorted(new.share.tells))
             self._sequencer.add(new.begin(self._round))
             if self._rank == 0:
                 log.info("plan %d (%s) is active from iteration %d on", new.number, new.hash, self._iteration)

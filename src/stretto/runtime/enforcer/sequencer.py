@@ -88,6 +88,19 @@ class QueuedMotif:
         self.ready_us = 0.0
 
 
+class LinkTurns(Protocol):
+    """What is known of turns on links that motifs share with those of other ranks of the host."""
+
+    def came(self, motif: QueuedMotif) -> bool:
+        """Whether a motif has its turn."""
+
+    def tell(self, motif: QueuedMotif) -> None:
+        """A motif has ended here."""
+
+    def forget(self) -> None:
+        """Motifs that wait for a turn may have gone out of line."""
+
+
 class Submission(Protocol):
     """What a carrier makes of a queued op and its call: it starts the op's motifs, each in its turn."""
 
@@ -222,6 +235,8 @@ class Sequencer:
         """Called without the lock, before those who wait for an op get the failure."""
         self.failure: Exception | None = None
         """The error that ended the sequencer, after which no motif runs any more; else None."""
+        self.link_turns: LinkTurns | None = None
+        """Asked before motifs that have turns on links; None lets them go."""
         self._lines: dict[str, deque[QueuedMotif]] = {}
         self._busy: dict[str, list[QueuedMotif]] = {}
         self._open: dict[int, QueuedOp] = {}
@@ -319,6 +334,14 @@ class Sequencer:
             assert motif.op.submission is not None
             motif.op.submission.watch(motif)
 
+    def stir(self) -> None:
+        """Turns on links may have come: start what may start now."""
+        with self.lock:
+            self._advance()
+            self._measure_held()
+        self._finish()
+        self.watch()
+
     def under_way(self, queued: QueuedOp) -> QueuedMotif | None:
         """A motif of an op that runs; where none does, the start of the next one ends ``queued.wait()``."""
         with self.lock:
@@ -335,6 +358,8 @@ class Sequencer:
                 self._lines[channel] = deque(motif for motif in line if wanted(motif.op))
             for number in gone:
                 del self._open[number]
+            if self.link_turns is not None:
+                self.link_turns.forget()
             self._advance()
             self._measure_held()
         self._finish()
@@ -356,6 +381,7 @@ class Sequencer:
                 # The channels are free before the data is where it belongs.
                 self._advance()
             self._measure_held(motif.end_us)
+        self._tell(motif)
         self._finish()
         if error is not None:
             self.fail(error)
@@ -425,7 +451,9 @@ class Sequencer:
                     continue
                 for channel in motif.rank_motif.lines:
                     line = self._lines.get(channel)
-                    if line and line[0].op.submission is None and not self._busy[channel]:
+                    if not line or self._busy[channel]:
+                        continue
+                    if line[0].op.submission is None or (line[0] is motif and not self._has_turn(motif)):
                         return True
         return False
 
@@ -461,7 +489,15 @@ class Sequencer:
                 for other in busy:
                     if not other.rank_motif.brief:
                         return False
-        return self._after_is_over(motif)
+        return self._after_is_over(motif) and self._has_turn(motif)
+
+    def _has_turn(self, motif: QueuedMotif) -> bool:
+        """Whether a motif need not wait for one of other ranks of this host, with which it shares a link."""
+        return not motif.rank_motif.link_turns or self.link_turns is None or self.link_turns.came(motif)
+
+    def _tell(self, motif: QueuedMotif) -> None:
+        if motif.rank_motif.tells and self.link_turns is not None:
+            self.link_turns.tell(motif)
 
     @staticmethod
     def _after_is_over(motif: QueuedMotif) -> bool:
@@ -477,6 +513,7 @@ class Sequencer:
         motif.start_us = now_us()
         # A report costs a thread's wake-up, which is only worth it where something comes after.
         motif.watched = len(motif.op.motifs) > 1 or bool(motif.op.callbacks) or self._followed(motif)
+        motif.watched = motif.watched or bool(motif.rank_motif.tells)
         assert motif.op.submission is not None
         try:
             motif.active = motif.op.submission.start(motif)
@@ -487,6 +524,7 @@ class Sequencer:
             motif.state = ENDED
             motif.end_us = motif.start_us
             self._free(motif)
+            self._tell(motif)
             motif.op.left -= 1
             if not motif.op.left:
                 self._finished.append(motif.op)

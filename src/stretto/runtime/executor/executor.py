@@ -638,7 +638,7 @@ def load_native() -> Any:
         return importlib.import_module("stretto._executor")
     except ImportError as error:
         raise StrettoError(
-            f"the executor is not available ({error}); pip install libucx-cu12, then install stretto again to build it"
+            f"the executor is not available ({error}); pip install libucx-cu12 and, from source, stretto again"
         ) from None
 
 
