@@ -5,9 +5,6 @@ Four stages, two replicas: every data-parallel group has a rank on each host, so
 ``across`` every message between two stages crosses it, too, and with ``networks`` there is a second, slower uplink
 beside it. Links are slow enough for the processors to be idle nearly all the time, which `cpu_share` shows: the
 processor time of all ranks in a step over that of the step on all cores.
-
-Hosts take TCP's congestion control from `TCP`, not from the machine: BBR paces each connection by what it got before,
-and takes up only slowly what another one leaves, so that links stand idle that the planner counts on (docs/lab.md).
 """
 
 from __future__ import annotations
@@ -29,8 +26,6 @@ RANK = Path(__file__).with_name("enforcer_strided_rank.py")
 LIMIT_S = 400.0
 HOSTS, STAGES = 2, 4
 UPLINKS = {"across": {"rdma": "10mbit"}, "inside": {"rdma": "10mbit"}, "networks": {"rdma": "10mbit", "eth": "5mbit"}}
-TCP = "reno"
-"""The congestion control of the hosts: every Linux has it, and lets namespaces choose it."""
 TIMES = 6
 """Iterations of a turn."""
 
@@ -62,7 +57,7 @@ def strided(layout: str, order: str, quick: bool) -> list[Row]:
 
 
 def _in_lab(asked: dict[str, Any]) -> dict[str, Any]:
-    lab = Lab(hosts=HOSTS, ranks_per_host=STAGES, uplinks=UPLINKS[asked["layout"]], tcp=TCP)
+    lab = Lab(hosts=HOSTS, ranks_per_host=STAGES, uplinks=UPLINKS[asked["layout"]])
     with tempfile.TemporaryDirectory() as name, lab:
         folder = Path(name)
         lab.cluster().save(folder / "truth.yaml")
