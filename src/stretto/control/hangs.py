@@ -56,10 +56,10 @@ class _Rank:
 
 @dataclass(frozen=True, kw_only=True)
 class _Suspicion:
-    """What seems to hang: since when, and how often each of its ranks had been heard, and starved, by then."""
+    """What seems to hang: for each of its ranks since when, and how often it had been heard, and starved, by then."""
 
-    since: float
-    then: dict[int, tuple[int, float]]
+    then: dict[int, tuple[float, int, float]]
+    """A rank may come to those that wait later than others."""
 
 
 @dataclass(kw_only=True)
@@ -231,6 +231,7 @@ class HangWatch:
             self._find(DIFFERS, [rank for who, _ in each for rank in who], text, (DIFFERS, name, number), now)
             return
         behind = [rank for rank in mine if calls[rank] < most]
+        unheard = [rank for rank in ranks if rank not in mine]
         if not waiting or self._lost():
             return
         last = self._last_call(waiting[0], name)
@@ -240,9 +241,12 @@ class HangWatch:
         pulses = {rank: self._ranks[rank].pulse for rank in mine}
         key = (name, most)
         at = {rank: most for rank in waiting}
-        if behind:
-            text = f"{head}; {rank_words(behind)} {'has' if len(behind) == 1 else 'have'} not come: "
-            text += how_far(pulses, self._states(), behind, calls)
+        if behind or (unheard and len(waiting) == len(mine)):
+            missing = f"{rank_words(behind)} {'has' if len(behind) == 1 else 'have'} not come: " if behind else ""
+            text = f"{head}; {missing}{how_far(pulses, self._states(), behind, calls)}"
+            if unheard:
+                behind = [*behind, *unheard]
+                text += f"; nothing was ever heard of {rank_words(unheard)}"
             self._suspect(BEHIND, behind, text, (BEHIND, *key, tuple(behind)), now, waiting=at, group=name)
         elif len(waiting) == len(mine) and all(self._in_call(rank, name) for rank in waiting):
             text = f"{head}: all of its ranks have made the same calls, and it does not end"
@@ -284,14 +288,14 @@ class HangWatch:
         concerned = {rank: self._ranks[rank].pulse for rank in {*ranks, *waiting} if rank in self._ranks}
         self._suspected.add(key)
         if key not in self._suspicions:
-            then = {rank: (pulse.beat, pulse.starved_s) for rank, pulse in concerned.items()}
-            self._suspicions[key] = _Suspicion(since=now, then=then)
-            return
-        one = self._suspicions[key]
+            self._suspicions[key] = _Suspicion(then={})
+        then = self._suspicions[key].then
         for rank, pulse in concerned.items():
-            beat, starved_s = one.then.get(rank, (pulse.beat, pulse.starved_s))
+            then.setdefault(rank, (now, pulse.beat, pulse.starved_s))
+        for rank, pulse in concerned.items():
+            since, beat, starved_s = then[rank]
             known = self._ranks[rank]
-            ran_s = known.heard - one.since - (pulse.starved_s - starved_s)
+            ran_s = known.heard - since - (pulse.starved_s - starved_s)
             heard = pulse.beat >= beat + 2 and ran_s >= SURE_S
             if not heard and known.state == HERE and known.mute_s < MUTE_S:
                 return
