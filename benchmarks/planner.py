@@ -29,6 +29,9 @@ from functools import cache, partial
 from pathlib import Path
 
 from common import Case, Row, run_cases
+from judges.drawn_steps import figure6, random_problem
+from judges.microbenchmarks import figures
+from judges.planner_exact import solve_exactly
 from planner_steps import CLUSTERS, STEPS
 
 import stretto as st
@@ -37,11 +40,8 @@ from stretto.planner import api
 from stretto.planner.algebra.options import problem as make_problem
 from stretto.planner.baselines import BASELINES, STOCK, Effort, as_submitted, baseline
 from stretto.planner.costs.costs import SimulatedCosts
-from stretto.planner.costs.microbench import figures
 from stretto.planner.costs.providers import providers_for
-from stretto.planner.example import figure6, random_problem
 from stretto.planner.schedule.bounds import TOGETHER
-from stretto.planner.schedule.exact import solve_exactly
 from stretto.planner.schedule.problem import PlanProblem
 from stretto.planner.schedule.retime import retime
 from stretto.planner.schedule.schedule import Scheduler, StepSchedule

@@ -13,8 +13,8 @@ from importlib import import_module
 from random import Random
 
 import pytest
+from judges.drawn_steps import random_problem
 
-from stretto.planner.example import random_problem
 from stretto.planner.schedule.bounds import lower_bound
 from stretto.planner.schedule.problem import PlanProblem
 from stretto.planner.schedule.schedule import Scheduler, StepSchedule

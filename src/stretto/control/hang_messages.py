@@ -43,7 +43,7 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     protocol: Annotated[int, Meta(ge=0, le=1 << 16)] = PROTOCOL
     job: Name
     epoch: Number
-    """Of the job's start, as in `RankState`."""
+    """The number of the job's start, as in `RankState`."""
     rank: Rank
     size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
     beat: Number

@@ -73,7 +73,7 @@ class _Finding:
 
 
 def host_name() -> str:
-    """The same for processes that see each other's process numbers, and only for these."""
+    """A name that two processes have in common exactly where each sees the other's process number."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -187,7 +187,7 @@ class HangWatch:
         return SILENT if now - rank.heard - starved_s >= SILENT_HERE_S else HERE
 
     def _lost(self) -> list[int]:
-        """Who was lost first: others may have ended because of it, or been ended by what started the job."""
+        """The ranks that were lost first: others may have ended because of them, or been ended by the launcher."""
         gone = {number: rank.gone_at for number, rank in self._ranks.items() if rank.state == GONE}
         if gone:
             first = min(gone.values())

@@ -28,7 +28,7 @@ class ReportSpan(msgspec.Struct, frozen=True, kw_only=True):
     start_us: float
     duration_us: float
     phase: str = ""
-    """Of the training step ("forward", ...), where it is compute."""
+    """The phase of the training step ("forward", ...) that a span of compute belongs to."""
     comm: bool = False
 
 

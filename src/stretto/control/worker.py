@@ -51,7 +51,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     factors: dict[str, float] = {}
     current: tuple[bytes, str] | None = None
     plain: bool = False
-    """Not the best plan but the order of the application."""
+    """Whether the order of the application is wanted instead of the best plan."""
 
 
 class PlanReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ class PlanReply(msgspec.Struct, frozen=True, kw_only=True):
     plain_spans: tuple[ReportSpan, ...] = ()
     """Plain order as it is predicted."""
     plan_spans: tuple[ReportSpan, ...] = ()
-    """The same of the plan."""
+    """The plan as it is predicted."""
 
 
 class Planning(Protocol):
@@ -87,7 +87,7 @@ def costs_of(captured: CapturedStep, factors: dict[str, float]) -> CostModel:
     if not captured.own_times:
         return RefinedCosts(simulated_costs(cluster), factors, captured.motif_us)
     # Measured times have what every call costs in them.
-    own_us = MOTIF_US if captured.own_times[0].library == NCCL else 0.0
+    own_us = MOTIF_US if _above_nccl(captured) else 0.0
     return RefinedCosts(OwnCosts(cluster, captured.own_times), factors, own_us)
 
 
@@ -95,7 +95,9 @@ def answer(ask: PlanRequest) -> PlanReply:
     """Plan in this process, and return the answer."""
     workload, cluster = decode_captured(ask.captured)
     costs = costs_of(ask.captured, ask.factors)
-    made = api.plan(workload, cluster, budget_s=ask.budget_s, seed=ask.seed, costs=costs)
+    made = api.plan(
+        workload, cluster, budget_s=ask.budget_s, seed=ask.seed, costs=costs, link_turns=not _above_nccl(ask.captured)
+    )
     plan = to_plan(PLAIN, made.plain, made.problem, cluster) if ask.plain else made.plan
     current_us = 0.0
     if ask.current is not None:
@@ -109,6 +111,11 @@ def answer(ask: PlanRequest) -> PlanReply:
         current_us=current_us, plain_spans=schedule_spans(made.plain, made.problem),
         plan_spans=schedule_spans(made.plain if ask.plain else made.schedules[SYSTEM], made.problem),
     )  # fmt: skip
+
+
+def _above_nccl(captured: CapturedStep) -> bool:
+    """Whether GPUs carry out the plan, whose streams no rank holds back for another one's."""
+    return bool(captured.own_times) and captured.own_times[0].library == NCCL
 
 
 def plan_of(answer: PlanReply) -> Plan:

@@ -226,7 +226,7 @@ class BalanceOptions:
     even: bool = False
     """Whether ports send equally much to each group, or the sum of both ends is kept even."""
     busy: float = 1.0
-    """One of `BUSY`."""
+    """How long the busiest group sends, relative to the bound: one of `BUSY`."""
     doors: bool = False
     """Whether devices that share a port send by the one nearest to it."""
     finer: bool = False

@@ -30,7 +30,7 @@ TREES = (1, 2, 3, 4, 5, 6, 8)
 PACKED = ((72, 3, 0.9), (96, 2, 0.9), (96, 3, 0.95))
 """The packings that are tried: shares of a root, height of trees, and the part of links on longer routes."""
 PATHS = ((12, 5e-5), (32, 1e-6), (12, 2e-5))
-"""The same for all-to-alls: shares of a pair of ranks, and the price of a detour."""
+"""Settings of the packing for all-to-alls: shares of a pair of ranks, and the price of a detour."""
 FEWEST = 2
 """A root has at least so many streams, or its trees are not packed."""
 

@@ -61,7 +61,7 @@ class SourceGuard:
         self._here: list[torch.Tensor] | None = None
         self._here_read = False
         self.checksums: dict[str, int] | None = None
-        """Those of the sources as they were, if they are wanted."""
+        """The checksums of the source tensors at the start of the update; None unless they are wanted."""
         self.refused = ""
         """Why this rank cannot take part in the update; empty where it can."""
         self.copied_bytes = 0

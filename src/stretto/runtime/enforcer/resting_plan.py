@@ -21,7 +21,7 @@ WHOLE = 2
 PATIENCE = 20
 """After this many iterations none of which is as recorded, the plan is given up."""
 MOST_STRAYS = 1000
-"""So many calls in a row that are not of the step, and it is not an evaluation any more (or `PATIENCE` iterations')."""
+"""After this many calls in a row outside the step (or `PATIENCE` iterations' calls) the plan is given up."""
 
 
 def too_many(strays: int, expected: ExpectedOps) -> bool:

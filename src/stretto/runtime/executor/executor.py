@@ -89,12 +89,12 @@ class ProgramWork:
 
     @property
     def number(self) -> int:
-        """Its place in the order of its communicator."""
+        """The position of the work in the order of its communicator."""
         return self._native.number
 
     @property
     def id(self) -> int:
-        """Its name in `Executor.wait_any`: no two works of an executor have the same."""
+        """The work's number for `Executor.wait_any`: no two works of an executor have the same."""
         return self._native.id
 
     @property
@@ -637,7 +637,7 @@ def load_native() -> Any:
         return importlib.import_module("stretto._executor")
     except ImportError as error:
         raise StrettoError(
-            f"the executor is not available ({error}); pip install libucx-cu12, then install stretto again to build it"
+            f"the executor is not available ({error}); pip install libucx-cu12 and, from source, stretto again"
         ) from None
 
 

@@ -72,7 +72,7 @@ class InsideHost:
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
-        """Who shares a PCIe switch."""
+        """The names of the GPUs and NICs on each PCIe switch."""
         names = [*(f"gpu{at}" for at in range(len(self.direct))), *self.nics]
         return tuple(
             tuple(name for name, one in zip(names, self.switch, strict=True) if one == number)

@@ -90,7 +90,7 @@ class Engine:
             return ""
         if call.splits is not None:
             sparse = next((tensor for tensor in call.inputs if tensor.layout != torch.strided), None)
-            # Not whether a tensor is empty: those of other ranks may not be.
+            # An empty tensor is no reason to refuse, since those of other ranks may hold data.
             return "" if sparse is None else f"{sparse.layout} tensors"
         tensor = call.tensor
         if tensor.layout != torch.strided:
@@ -320,7 +320,7 @@ class Job:
             self.executor.renumber(number, generation << 32)
 
     def give_back(self, number: int) -> None:
-        """Nobody here uses a communicator any longer."""
+        """Note that no group of this process uses a communicator any longer."""
         self._in_use.discard(number)
 
     def taken(self, devices: Sequence[int]) -> int:
@@ -371,7 +371,7 @@ class CurrentJob(ProcessPart):
         self.job: Job | None = None
 
     def job_ended(self) -> None:
-        """There is none until the next one is made."""
+        """Forget the job; there is none until the next one is made."""
         self.job = None
 
 

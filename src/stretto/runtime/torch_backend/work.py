@@ -327,7 +327,7 @@ class DelegatedWork(GroupWork):
 
     def _release(self) -> None:
         self._inner = None
-        # It knows the group, which would live as long as this work.
+        # The function refers to the group, which would live as long as this work.
         self._why = _as_it_is
 
 
