@@ -216,8 +216,8 @@ def _with_model(asked: _Step, machine: Cluster, cluster_name: str, late: float, 
     bound_us = min(found.bound_us, now_us)
     taken = hosts_taken(workload.num_ranks, machine)
     unusable = (
-        ("" if probed else beyond_factors(workload, machine, alone)) or other_hosts(asked.hosts, taken)
-        or contradiction(bound_us, measured_us, recorded_us)
+        ("" if probed else beyond_factors(workload, machine, alone, gloo=not asked.gpu))
+        or other_hosts(asked.hosts, taken) or contradiction(bound_us, measured_us, recorded_us)
     )  # fmt: skip
     effort.tell("other changes", 0.9)
     changes = () if unusable else _changes(asked, what_if, found, cluster_name)

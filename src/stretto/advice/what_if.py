@@ -73,13 +73,14 @@ def measured_factors(
     return {key: min(max(real / model, LEAST), most) for key, (real, model) in sums.items() if model > 0}
 
 
-def beyond_factors(workload: Workload, cluster: Cluster, alone: float = 1.0) -> str:
+def beyond_factors(workload: Workload, cluster: Cluster, alone: float = 1.0, *, gloo: bool = False) -> str:
     """What to say where collectives took so much longer, or shorter, than simulated that no factor is that large.
 
     Args:
         workload: as for `measured_factors`.
         cluster: the cluster as it was described.
         alone: as for `measured_factors`.
+        gloo: whether the step was recorded on gloo.
 
     Returns:
         The reason why the cluster is not the one of the measurement; empty where all that takes long is in range.
@@ -90,7 +91,10 @@ def beyond_factors(workload: Workload, cluster: Cluster, alone: float = 1.0) -> 
         if model > 0 and real > WORTHWHILE * total_us and not LEAST < real / model < MOST:
             times = f"more than {MOST:g} times" if real > model else f"less than 1/{MOST:g} of the time"
             as_long = "as long as" if real > model else "that"
-            return f"collectives took {times} {as_long} {cluster.name} lets expect of {key}: it is another network"
+            why = "it is another network"
+            if gloo and "nvlink" in key:
+                why = "gloo, on which the step was recorded, does not use it"
+            return f"collectives took {times} {as_long} {cluster.name} lets expect of {key}: {why}"
     return ""
 
 
