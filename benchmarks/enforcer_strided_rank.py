@@ -29,6 +29,9 @@ import stretto.torch
 from stretto import Cluster, Plan, Workload
 from stretto.planner import api
 
+PLANS = {"stretto without turns": False, "stretto": True}
+"""The plans, and whether motifs of different stages may take turns on links; the first only where that is looked at."""
+
 
 class Stage(nn.Module):
     """Some tables that are multiplied with the activations, and one dense layer."""
@@ -49,9 +52,10 @@ class Stage(nn.Module):
 def layout(layout: str, hosts: int, each: int) -> list[list[int]]:
     """The ranks of every stage, one for each replica; all stages have their replicas on different hosts.
 
-    With ``inside`` a pipeline stays on its host; else each of its stages is on another host than the one before it.
+    With ``inside`` and ``turns`` a pipeline stays on its host; else each of its stages is on another host than the one
+    before it.
     """
-    shift = 0 if layout == "inside" else 1
+    shift = 0 if layout in ("inside", "turns") else 1
     return [[(replica + shift * stage) % hosts * each + stage for replica in range(hosts)] for stage in range(each)]
 
 
@@ -86,6 +90,7 @@ class Pipeline:
         kept: dict[int, tuple[Tensor, Tensor]] = {}
         works: list[Any] = []
         for action, batch in actions(self.at, self.number, self.asked["batches"], self.asked["order"]):
+            time.sleep(self.asked["busy_s"] * (1 if action == "F" else 2))
             if action == "F":
                 given = torch.rand(self.shape) if self.before is None else self.received(self.before)
                 given.requires_grad_()
@@ -138,19 +143,35 @@ def strided(asked: dict[str, Any], cluster: Cluster, folder: Path) -> dict[str, 
     pipe = Pipeline(asked, stages, [dist.new_group(sorted(ranks)) for ranks in stages])
     step: Step = pipe.step
     workload = captured(step)
-    plan = shared(lambda: api.plan(workload, cluster, budget_s=asked["budget_s"]).plan, folder / "plan.json")
+    plans = {
+        name: shared(
+            lambda link_turns=link_turns: (
+                api.plan(  # type: ignore[misc]
+                    workload, cluster, budget_s=asked["budget_s"], link_turns=link_turns
+                ).plan
+            ),
+            folder / f"plan{number}.json",
+        )
+        for number, (name, link_turns) in enumerate(PLANS.items())
+        if link_turns or asked["busy_s"]
+    }
     if dist.get_rank() == 0:
         workload.save(folder / "workload.json")
-    times: dict[str, list[float]] = {"plain order": [], "stretto": []}
+    times: dict[str, list[float]] = {"plain order": [], **{name: [] for name in plans}}
     begun = time.process_time()
     for _ in range(asked["rounds"]):
         times["plain order"].append(mean(timed(step, asked["times"])))
-        times["stretto"].append(mean(under(plan, workload, cluster, step, asked["times"])))
+        for name, plan in plans.items():
+            times[name].append(mean(under(plan, workload, cluster, step, asked["times"])))
     cpu_us = (time.process_time() - begun) * 1e6
     return {
         "times": times,
-        "predicted_us": {"stretto": plan.retimed_us or plan.iteration_us, "plain order": plan.baselines_us.get("fifo")},
-        "bound_us": plan.bound_us,
+        "predicted_us": {
+            "plain order": plans["stretto"].baselines_us.get("fifo"),
+            **{name: plan.retimed_us or plan.iteration_us for name, plan in plans.items()},
+        },
+        "link_turns": len(plans["stretto"].link_turns),
+        "bound_us": plans["stretto"].bound_us,
         "cpu_us": cpu_us,
     }
 
@@ -168,7 +189,7 @@ def main() -> None:
     cpu = torch.tensor([found["cpu_us"]])
     dist.all_reduce(cpu)
     if dist.get_rank() == 0:
-        found["cpu_us"] = float(cpu) / (2 * asked["rounds"] * asked["times"])
+        found["cpu_us"] = float(cpu) / (len(found["times"]) * asked["rounds"] * asked["times"])
         found["times"] = {system: median(times.tolist()) for system, times in slowest.items()}
         (folder / "found.json").write_text(json.dumps(found))
     dist.barrier()

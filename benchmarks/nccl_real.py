@@ -33,7 +33,7 @@ from stretto.runtime.torch_backend.prediction import predict
 from stretto.runtime.torch_backend.selection import Selector
 
 JOB = Path(__file__).with_name("nccl_real_rank.py")
-HOSTS, WIDTH, UPLINK, TCP = 2, 4, "400mbit", "reno"
+HOSTS, WIDTH, UPLINK = 2, 4, "400mbit"
 RUNS, QUICK_RUNS = 5, 1
 LONG_BYTES, LONG_RUNS = 1 << 26, 2
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -62,7 +62,7 @@ def measured(quick: bool) -> tuple[list[Row], dict[tuple[str, str, int], Program
     calls = list(dict.fromkeys((kind, nbytes) for parts in MODELS.values() for kind, nbytes, _ in parts))
     with (
         tempfile.TemporaryDirectory() as name,
-        Lab(hosts=HOSTS, ranks_per_host=WIDTH, uplinks={"eth": UPLINK}, tcp=TCP) as lab,
+        Lab(hosts=HOSTS, ranks_per_host=WIDTH, uplinks={"eth": UPLINK}) as lab,
     ):
         cluster, folder = lab.cluster(), Path(name)
         cluster.save(folder / "truth.yaml")

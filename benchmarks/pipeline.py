@@ -133,7 +133,7 @@ def real(quick: bool) -> list[Row]:
     command = [sys.executable, str(RANK), "--systems", ",".join(REAL), "--json", "--rounds", str(rounds)]
     command += ["--iterations", str(iterations), "--microbatches", str(MICROBATCHES)]
     command += ["--rows", str(ROWS), "--width", str(WIDTH), "--depth", str(DEPTH)]
-    with Lab(hosts=2, ranks_per_host=1, uplinks={"eth": f"{RATE_MBIT}mbit"}, tcp="reno") as lab:
+    with Lab(hosts=2, ranks_per_host=1, uplinks={"eth": f"{RATE_MBIT}mbit"}) as lab:
         done = lab.run(command, timeout_s=400)
     if done.exit_code:
         sys.exit(f"real: {done.why}")

@@ -22,11 +22,12 @@ import os
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median, pstdev
 from typing import Any
 
-from common import Row
+from common import Row, announce
 
 from stretto.lab import Lab, unavailable
 from stretto.lab.layout import wire_bytes
@@ -131,6 +132,13 @@ def measured_costs(about: dict[str, Any], line: dict[str, Any], edges: dict[str,
     ))  # fmt: skip
 
 
+def heard(name: str, rank: int, stream: str, text: str) -> None:
+    """Say what a system took as soon as it has run: the table comes when all have."""
+    if rank == 0 and stream == "stdout" and '"system"' in text:
+        line = json.loads(text)
+        announce({"case": name, "system": line["system"], "step_us": median(line["times_us"]), "cpu": line["cpu"]})
+
+
 def run_case(name: str, quick: bool) -> list[Row]:
     """One lab, all systems in turn."""
     about = described(name, quick)
@@ -144,11 +152,11 @@ def run_case(name: str, quick: bool) -> list[Row]:
     hosts = len(about["grids"])
     with (
         tempfile.NamedTemporaryFile(suffix=".yaml") as truth,
-        Lab(hosts=hosts, ranks_per_host=RANKS_PER_HOST, uplinks={"eth": f"{RATE_MBIT}mbit"}, tcp="reno") as lab,
+        Lab(hosts=hosts, ranks_per_host=RANKS_PER_HOST, uplinks={"eth": f"{RATE_MBIT}mbit"}) as lab,
     ):
         lab.cluster().save(truth.name)
         command = [sys.executable, str(RANK), json.dumps(about), repr(share)]
-        done = lab.run(command, env={"STRETTO_CLUSTER": truth.name}, timeout_s=1200)
+        done = lab.run(command, env={"STRETTO_CLUSTER": truth.name}, timeout_s=1200, on_line=partial(heard, name))
     if done.exit_code:
         sys.exit(f"meshes: {done.why}")
     lines = {line["system"]: line for line in map(json.loads, done.outputs[0].splitlines()) if "system" in line}

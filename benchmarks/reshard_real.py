@@ -33,7 +33,6 @@ from stretto.resharding import place
 JOB = Path(__file__).with_name("reshard_real_rank.py")
 HOSTS, WIDTH = 4, 4
 UPLINK = "100mbit"
-TCP = "reno"
 CASES = {
     "case2": ("(2,4) RRR", "(2,4) S0RR"),
     "case3": ("(2,4) RS0R", "(2,4) S0RR"),
@@ -128,7 +127,7 @@ def main() -> None:
     parser.add_argument("--case", action="append", default=[], choices=(*CASES, STATE_DICTS), help="only this")
     parser.add_argument("--uplink", default=UPLINK, help="rate of every host's uplink")
     parser.add_argument("--ours", action="store_true", help="leave the other systems out")
-    parser.add_argument("--tcp", default=TCP, help="congestion control of the hosts")
+    parser.add_argument("--tcp", default="reno", help="congestion control of the hosts")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--markdown", action="store_true", help="print the table as docs/results.md has it")
     args = parser.parse_args()

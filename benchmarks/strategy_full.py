@@ -5,13 +5,14 @@ VGG16 (138 M parameters), ResNet-50 (26 M), ResNet-101 (45 M), BERT with 12 laye
 on four hosts with one rank each behind shaped uplinks; two further hosts only serve in the rows `... on servers`. Every
 parameter is there, every gradient is sent and every parameter updated; forward and backward passes are pauses, so that
 processors do nothing but move bytes: of the zoo's times for a T4 (a roofline), or in the cases `measured ...` of one
-measurement of all layers on a processor of this machine, one sample (`strategy_compute.py`). A step is right if every
+measurement of all layers on a processor of this machine, one sample (`strategy_compute.py`); these take the three
+strategies of `--quick` alone. Times are medians of five steps (one with `--quick`). A step is right if every
 parameter has the sum that all ranks' gradients give (`exact`).
 
 `ratio` is the time of DDP's buckets (`all_reduce`) over a system's; `predicted_us` is `simulate_strategy` on the lab's
 links and `error` how far the measured time is from it; `bound_us` what the busiest link or the compute takes at least;
-`peak_mb` the most memory that a training rank has had so far, in the order of the rows. Each row is also said on
-stderr as soon as it is there.
+`deviation` is the standard deviation of the steps over their median; `peak_mb` the most memory that a training rank has
+had so far, in the order of the rows. Each row is also said on stderr as soon as it is there.
 """
 
 from __future__ import annotations
@@ -36,9 +37,7 @@ RANK = Path(__file__).with_name("strategy_full_rank.py")
 MODELS = ("vgg16", "resnet50", "resnet101", "bert_12l", "ncf_dense")
 TRAINS, SERVES = 4, 2
 RATE = "400mbit"
-TCP = "reno"
-"""The congestion control of the hosts: BBR leaves links idle (docs/lab.md)."""
-STEPS = 2
+STEPS = 5
 SYSTEMS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "all_reduce": ("all_reduce", TRAINS, {}),
     "partitioned_all_reduce": ("partitioned_all_reduce", TRAINS, {}),
@@ -90,7 +89,7 @@ def case(quick: bool, name: str, replayed: bool = False) -> list[Row]:
     if reason := unavailable():
         print(f"{name}: skipped: {reason}", file=sys.stderr)
         return []
-    chosen = [system for system in SYSTEMS if not quick or system in QUICK]
+    chosen = QUICK if quick or replayed else tuple(SYSTEMS)
     jobs = [
         {"name": system, "builder": SYSTEMS[system][0], "ranks": SYSTEMS[system][1], "options": SYSTEMS[system][2]}
         for system in chosen
@@ -113,7 +112,7 @@ def case(quick: bool, name: str, replayed: bool = False) -> list[Row]:
     for hosts in (TRAINS, TRAINS + SERVES):
         there = [job for job in jobs if job["ranks"] == hosts]
         about = {"model": name, "times": times, "trains": TRAINS, "steps": 1 if quick else STEPS, "jobs": there}
-        with Lab(hosts=hosts, ranks_per_host=1, uplinks={"eth": RATE}, tcp=TCP) as lab:
+        with Lab(hosts=hosts, ranks_per_host=1, uplinks={"eth": RATE}) as lab:
             cluster = lab.cluster()
             expected |= {str(job["name"]): predicted(spec, str(job["name"]), cluster) for job in there}
             done = lab.run([sys.executable, str(RANK), json.dumps(about)], timeout_s=1500, on_line=listen)

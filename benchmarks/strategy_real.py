@@ -73,15 +73,13 @@ WARMUP, LEAST_TIMED, MOST_TIMED, TIMED_US = 2, 6, 20, 0.6e6
 """Iterations of a trial: two to warm up, and then 0.6 seconds of them, but at least 6 and at most 20."""
 CONFIRM, ROUNDS = 8, 5
 TIMEOUT_S = 60.0
-TCP = "reno"
-"""The congestion control of the hosts: under BBR equal runs differ by a quarter (docs/lab.md)."""
 
 
 def job(case: str, *more: str) -> list[str]:
     """The command that runs a model's script on a lab."""
     name, shape, uplink = CASES[case]
     hosts, ranks = SHAPES[shape]
-    lab = ["lab", "run", "--hosts", str(hosts), "--ranks", str(ranks), "--uplink", uplink, "--tcp", TCP]
+    lab = ["lab", "run", "--hosts", str(hosts), "--ranks", str(ranks), "--uplink", uplink]
     return [sys.executable, "-m", "stretto", *lab, "--", sys.executable, str(RANK), name, *more]
 
 

@@ -34,6 +34,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import Row, finish
+from judges.link_level import link_level_us
 
 from stretto.cluster import Cluster
 from stretto.cluster.model import NO_CAP
@@ -43,7 +44,6 @@ from stretto.strategy.cost import Floats, StrategyCostModel
 from stretto.strategy.experience import Experience
 from stretto.strategy.features import Features
 from stretto.strategy.learned import Ranker
-from stretto.strategy.link_level import link_level_us
 from stretto.strategy.recurrent import RecurrentRanker, SequenceFeatures
 from stretto.strategy.sampler import Sampler
 from stretto.strategy.search import RANKERS, StrategyResult, search

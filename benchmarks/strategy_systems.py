@@ -16,10 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from judges.link_level import link_level_us
+
 from stretto.errors import Infeasible
 from stretto.strategy import ModelSpec, Strategy, build, simulate_strategy, zoo
 from stretto.strategy.clusters import PaperCluster, paper_cluster
-from stretto.strategy.link_level import link_level_us
 
 Setting = tuple[str, tuple[tuple[str, Any], ...]]
 

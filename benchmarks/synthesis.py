@@ -178,6 +178,8 @@ def sketched(quick: bool) -> list[Row]:
 
 
 def teccl(source: str, kind: str, quick: bool) -> list[Row]:
+    # Up to 256 ranks all makers run in this process and look at this clock, so that other load changes nothing.
+    time.monotonic = time.process_time
     cluster = st.Cluster.load(source)
     collective = COLLECTIVES[kind](cluster.num_devices)
     pairs = list(zip(SIZES, TECCL[source, kind], strict=True))

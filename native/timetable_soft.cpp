@@ -19,6 +19,8 @@ namespace {
 constexpr double kTiny = 1e-9;
 constexpr double kNever = 1e300;
 constexpr double kGentle = 5.0, kSteep = 20.0;  // how fast the price of a span falls with its free share, at first and at last
+constexpr double kFirm = 14.0;                  // the same at first where pieces have places already
+constexpr int32_t kPersist = 8;
 constexpr double kMost = 50.0;                  // the most that the logarithm of a price rises by
 constexpr double kCompact = 0.005;              // what a microsecond of delay counts beside prices where pairs are compared
 constexpr double kNear = 3.0;                   // how many spans a piece's moment is moved at most where it is only moved a little
@@ -61,12 +63,23 @@ class SoftTimetable {
     }
   }
 
+  // Begin with pieces where another timetable has put them, instead of nowhere.
+  void begin(int32_t root, double meet, SoftPair& pair) {
+    pair.root = root, pair.meet = meet;
+    warm_ = true;
+  }
+
+  void count_loads() {
+    for (auto& pair : pairs) each(pair, [&](size_t k) { load_[k] += 1; });
+  }
+
   // Move all pieces some times; false where one fits nowhere in the time that there is.
   bool settle(int32_t passes, int32_t tries) {
+    double gentle = warm_ ? kFirm : kGentle;
     std::vector<int32_t> turn(pairs.size());
     for (size_t p = 0; p < turn.size(); p++) turn[p] = (int32_t)p;
     for (int32_t k = 0; k < passes; k++) {
-      steep_ = kGentle + (kSteep - kGentle) * k / std::max(1, passes - 1);
+      steep_ = gentle + (kSteep - gentle) * k / std::max(1, passes - 1);
       for (size_t j = 0; j < price_.size(); j++) set_price(j);
       std::shuffle(turn.begin(), turn.end(), draw_);
       for (int32_t p : turn)
@@ -87,6 +100,7 @@ class SoftTimetable {
   std::vector<int32_t> reached_;
   std::mt19937_64 draw_;
   SoftPair trial_;
+  bool warm_ = false;
 
   double chance() { return (double)(draw_() >> 11) * 0x1p-53; }
   int32_t span(double us) const { return std::clamp((int32_t)(us / span_us_), 0, spans_ - 1); }
@@ -110,7 +124,8 @@ class SoftTimetable {
       least = 0;
       each(pair, [&](size_t k) { least += price_[k]; });
     }
-    for (int32_t k = 0; k < tries; k++) {
+    // A piece that has no place yet is tried until it has one, at every root a few times at most.
+    for (int32_t k = 0; k < tries || (pair.root < 0 && k < tries + kPersist * n_); k++) {
       bool nearby = old >= 0 && k % 4 == 1;
       // Half of the tries are at roots that other pieces have.
       int32_t other = old >= 0 && k % 2 ? pairs[draw_() % pairs.size()].root : -1;
@@ -177,10 +192,12 @@ class SoftTimetable {
   }
 };
 
-// Returns whether all pieces fit, and of all sends the link, the piece, whether it gathers, and about when it starts.
+// Returns whether all pieces fit, of all sends the link, the piece, whether it gathers, and about when it starts, and of each
+// piece the root. Where `first_root` is given, pieces begin at these roots with these sends, and are moved from there.
 nb::object soft_timetable(int32_t num_ranks, In<int32_t> link_src, In<int32_t> link_dst, In<double> slot_us, In<double> tail_us,
                           double extra_us, int32_t pieces, double until_us, double full_us, int32_t spans, int32_t passes,
-                          int32_t tries, uint64_t seed, In<int32_t> home) {
+                          int32_t tries, uint64_t seed, In<int32_t> home, In<int32_t> first_root, In<double> first_meet,
+                          In<int32_t> first_link, In<int32_t> first_piece, In<uint8_t> first_gathers, In<double> first_start) {
   if (home.shape(0) > 0 && (int64_t)home.shape(0) != pieces) throw std::invalid_argument("soft_timetable: pieces without a home");
   for (size_t k = 0; k < home.shape(0); k++)
     if (home.data()[k] < 0 || home.data()[k] >= num_ranks) throw std::out_of_range("soft_timetable: no such rank");
@@ -194,7 +211,16 @@ nb::object soft_timetable(int32_t num_ranks, In<int32_t> link_src, In<int32_t> l
       throw std::out_of_range("soft_timetable: no such rank");
     if (!(slot_us.data()[l] > 0)) throw std::invalid_argument("soft_timetable: a slot has no length");
   }
-  std::vector<int32_t> link, piece;
+  size_t known = first_link.shape(0);
+  if ((first_root.shape(0) > 0 && (int64_t)first_root.shape(0) != pieces) || first_meet.shape(0) != first_root.shape(0) ||
+      first_piece.shape(0) != known || first_gathers.shape(0) != known || first_start.shape(0) != known || (known > 0 && !first_root.shape(0)))
+    throw std::invalid_argument("soft_timetable: arrays of the first places differ in length");
+  for (size_t k = 0; k < first_root.shape(0); k++)
+    if (first_root.data()[k] < 0 || first_root.data()[k] >= num_ranks) throw std::out_of_range("soft_timetable: no such rank");
+  for (size_t k = 0; k < known; k++)
+    if (first_link.data()[k] < 0 || first_link.data()[k] >= links || first_piece.data()[k] < 0 || first_piece.data()[k] >= pieces)
+      throw std::out_of_range("soft_timetable: no such link or piece");
+  std::vector<int32_t> link, piece, root;
   std::vector<uint8_t> gathers;
   std::vector<double> start;
   bool fits;
@@ -202,14 +228,25 @@ nb::object soft_timetable(int32_t num_ranks, In<int32_t> link_src, In<int32_t> l
     nb::gil_scoped_release release;
     const int32_t* homes = home.shape(0) > 0 ? home.data() : nullptr;
     SoftTimetable table(num_ranks, link_src, link_dst, slot_us.data(), tail_us.data(), extra_us, until_us, full_us, spans, homes, pieces, seed);
+    for (size_t p = 0; p < first_root.shape(0); p++) table.begin(first_root.data()[p], first_meet.data()[p], table.pairs[p]);
+    for (size_t k = 0; k < known; k++) {
+      int32_t l = first_link.data()[k];
+      auto& pair = table.pairs[first_piece.data()[k]];
+      if (first_gathers.data()[k])
+        pair.gather[link_src.data()[l]] = {l, first_start.data()[k]};
+      else
+        pair.spread[link_dst.data()[l]] = {l, first_start.data()[k]};
+    }
+    if (known > 0) table.count_loads();
     fits = table.settle(passes, tries);
+    for (auto& pair : table.pairs) root.push_back(pair.root);
     for (int32_t p = 0; p < pieces && fits; p++)
       for (bool adds : {true, false})
         for (auto& step : adds ? table.pairs[p].gather : table.pairs[p].spread)
           if (step.link >= 0) link.push_back(step.link), piece.push_back(p), gathers.push_back(adds), start.push_back(step.start);
   }
   return nb::make_tuple(fits, to_numpy(std::move(link)), to_numpy(std::move(piece)), to_numpy(std::move(gathers)),
-                        to_numpy(std::move(start)));
+                        to_numpy(std::move(start)), to_numpy(std::move(root)));
 }
 
 }  // namespace
@@ -217,6 +254,7 @@ nb::object soft_timetable(int32_t num_ranks, In<int32_t> link_src, In<int32_t> l
 void bind_soft_timetable(nb::module_& m) {
   m.def("soft_timetable", &soft_timetable, nb::arg("num_ranks"), nb::arg("link_src"), nb::arg("link_dst"), nb::arg("slot_us"),
         nb::arg("tail_us"), nb::arg("extra_us"), nb::arg("pieces"), nb::arg("until_us"), nb::arg("full_us"), nb::arg("spans"),
-        nb::arg("passes"), nb::arg("tries"), nb::arg("seed"), nb::arg("home"));
+        nb::arg("passes"), nb::arg("tries"), nb::arg("seed"), nb::arg("home"), nb::arg("first_root"), nb::arg("first_meet"), nb::arg("first_link"),
+        nb::arg("first_piece"), nb::arg("first_gathers"), nb::arg("first_start"));
 }
 }  // namespace stretto

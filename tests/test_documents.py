@@ -21,9 +21,10 @@ import yaml
 from pages import DOCS, PAGES, ROOT, command_line, stretto_lines
 
 BENCHMARKS = ROOT / "benchmarks"
-RESULTS = (ROOT / "docs" / "results.md").read_text()
 SHORT = [ROOT / "README.md", ROOT / "docs" / "results-short.md"]
 """Pages that quote results."""
+RESULTS = [page for page in sorted((ROOT / "docs").glob("results*.md")) if page not in SHORT]
+"""Pages with tables that benchmarks printed."""
 GENERATED = {"cli-commands.md", "contributing.md", "changelog.md"}
 """Pages of the site that scripts/docs_hooks.py makes."""
 COMMIT = re.compile(r"Commit: ([0-9a-f]{7,})( with uncommitted changes)? \(\d{4}-\d\d-\d\d[,;] .+\)\.")
@@ -41,9 +42,9 @@ def tables(text: str) -> Iterator[tuple[int, str]]:
 
 
 def test_every_table_of_results_names_the_commit_that_printed_it() -> None:
-    found = [*tables(RESULTS), *tables((ROOT / "docs" / "results-clusters.md").read_text())]
-    assert len(found) > 30
-    assert [(number, before[:80]) for number, before in found if not COMMIT.fullmatch(before)] == []
+    found = [(page.name, number, before) for page in RESULTS for number, before in tables(page.read_text())]
+    assert len(found) > 80
+    assert [(page, number, before[:80]) for page, number, before in found if not COMMIT.fullmatch(before)] == []
 
 
 def test_the_commits_that_results_name_are_in_the_history() -> None:
@@ -52,33 +53,50 @@ def test_the_commits_that_results_name_are_in_the_history() -> None:
 
     if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
         pytest.skip("no whole history here")
-    names = {match[1] for match in COMMIT.finditer(RESULTS)}
+    names = {match[1] for page in RESULTS for match in COMMIT.finditer(page.read_text())}
     # A commit that was rebased away may still be an object here, and is in nobody else's clone.
     assert [name for name in sorted(names) if git("merge-base", "--is-ancestor", name, "HEAD").returncode] == []
 
 
-def section(title: str) -> str:
-    """The part of results.md under a heading, named as a link names it."""
-    parts = re.split(r"^## (.+)$", RESULTS, flags=re.MULTILINE)
+def section(page: str, title: str) -> str:
+    """The part of a page of results under a heading, named as a link names it."""
+    parts = re.split(r"^## (.+)$", (ROOT / "docs" / page).read_text(), flags=re.MULTILINE)
     bodies = {re.sub(r"[^a-z0-9 -]", "", head.lower()).replace(" ", "-"): body for head, body in zip(
         parts[1::2], parts[2::2], strict=True
     )}  # fmt: skip
-    assert title in bodies, f"docs/results.md has no section #{title}"
+    assert title in bodies, f"docs/{page} has no section #{title}"
     return bodies[title]
 
 
-def quoted_rows() -> list[tuple[str, str, str]]:
-    """What, figures and the named section of every row that quotes results."""
-    row = re.compile(r"^\| (.+?) \| (.+?) \| .+? \| \[.+?\]\((?:docs/)?results\.md#([\w-]+)\) \|$", re.MULTILINE)
+def quoted_rows() -> list[tuple[str, str, str, str]]:
+    """What, figures, and the named page and section of every row that quotes results."""
+    link = r"\[.+?\]\((?:docs/)?(results[\w-]*\.md)#([\w-]+)\)"
+    row = re.compile(rf"^\| (.+?) \| (.+?) \| .+? \| {link} \|$", re.MULTILINE)
     found = [row.findall(page.read_text()) for page in SHORT]
     assert [len(rows) >= 4 for rows in found] == [True, True]
     return [each for rows in found for each in rows]
 
 
-@pytest.mark.parametrize(("what", "figures", "title"), quoted_rows(), ids=lambda text: str(text)[:30])
-def test_every_quoted_figure_stands_in_the_section_it_names(what: str, figures: str, title: str) -> None:
-    known = set(re.findall(r"\d+(?:\.\d+)?", section(title).replace(",", "")))
-    assert [number for number in re.findall(r"\d+(?:\.\d+)?", figures) if number not in known] == []
+def stands(figure: str, known: set[str], percent: bool = False) -> bool:
+    """Whether a figure is one of a section, or one of them rounded or, where asked, in percent."""
+    digits = len(figure.partition(".")[2])
+    longer = [float(n) for n in known if len(n.partition(".")[2]) > digits]
+    said = {figure, figure.rstrip("0").rstrip(".") if digits else figure}  # tables leave zeros at the end out
+    return bool(said & known) or any(f"{n * by:.{digits}f}" == figure for n in longer for by in (1, 100)[: 1 + percent])
+
+
+@pytest.mark.parametrize(("what", "figures", "page", "title"), quoted_rows(), ids=lambda text: str(text)[:30])
+def test_every_quoted_figure_stands_in_the_section_it_names(what: str, figures: str, page: str, title: str) -> None:
+    known = set(re.findall(r"\d+(?:\.\d+)?", section(page, title).replace(",", "")))
+    said = re.findall(r"\d+(?:\.\d+)?", figures)
+    assert [number for number in said if not stands(number, known, "%" in figures)] == []
+
+
+def test_figures_may_be_rounded_and_nothing_else() -> None:
+    known = {"1.947", "0.9966", "12"}
+    assert all(stands(figure, known) for figure in ("1.947", "1.95", "1.9", "0.997", "12", "12.0"))
+    assert not any(stands(figure, known) for figure in ("1.94", "0.996", "120", "13", "99.7"))
+    assert stands("99.7", known, percent=True) and not stands("99.6", known, percent=True)
 
 
 def commands() -> list[tuple[str, str]]:

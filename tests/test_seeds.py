@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from judges.drawn_steps import figure6
+from judges.planner_exact import solve_exactly
 
 import stretto as st
 from stretto.cli import run
@@ -19,8 +21,6 @@ from stretto.errors import InvalidInput
 from stretto.pipeline.search import search as search_pipeline
 from stretto.pipeline.simulation import StageCosts
 from stretto.planner import api
-from stretto.planner.example import figure6
-from stretto.planner.schedule.exact import solve_exactly
 from stretto.planner.schedule.search import search as search_plan
 from stretto.programs import interpret
 from stretto.programs.formats import mscclpp_json, mscclpp_reader, text

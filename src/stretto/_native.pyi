@@ -268,7 +268,13 @@ def soft_timetable(
     tries: int,
     seed: int,
     home: NDArray[np.int32],
-) -> tuple[bool, NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8], NDArray[np.float64]]: ...
+    first_root: NDArray[np.int32],
+    first_meet: NDArray[np.float64],
+    first_link: NDArray[np.int32],
+    first_piece: NDArray[np.int32],
+    first_gathers: NDArray[np.uint8],
+    first_start: NDArray[np.float64],
+) -> tuple[bool, NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8], NDArray[np.float64], NDArray[np.int32]]: ...
 def pack_forest(
     num_nodes: int,
     src: NDArray[np.int32],

@@ -186,10 +186,37 @@ def test_what_the_job_has_just_measured_comes_first(tried_us: float, kept: bool,
     assert "measures" not in verdict(found) and "as described" not in said and "probed by the job" in said
 
 
+@pytest.mark.parametrize("buckets", [1, 2, 5])
+def test_buckets_that_gloo_reduces_at_once_make_no_model_unusable(buckets: int) -> None:
+    # All buckets are there after 20 ms of compute and end together after 200 ms more, as gloo's threads share the link.
+    ops = [Op(name="backward", phase="backward", duration_us=20_000.0, after=(Dep(op="update", lag=1),))]
+    for at in range(buckets):
+        after = (Dep(op="backward"),)
+        ops.append(Op(name=f"sum{at}", kind="all_reduce", nbytes=5e6, after=after, duration_us=200_000.0))
+    ends = tuple(Dep(op=f"sum{at}") for at in range(buckets))
+    ops.append(Op(name="update", phase="optimizer", duration_us=100.0, after=ends))
+    step = Workload(name="job", num_ranks=4, ops=tuple(ops))
+    found = advise(step, SLOW, steps=10, gpu=False, measured_us=220_100.0, probed=True)
+    assert found.unusable == "" and found.model_us == pytest.approx(220_100.0, rel=0.02)
+    assert found.bound_us <= found.step_us * (1 + 1e-9)
+
+
+def test_iterations_that_were_recorded_on_a_busy_machine_do_not_contradict_the_measured_ones() -> None:
+    found = advise(job_step(400_000.0, 400_000.0), SLOW, steps=10, gpu=False, measured_us=600_000.0, probed=True)
+    assert found.unusable == "" and found.confidence == "low"
+    assert "that were recorded took longer than those that were measured, 800" in found.confidence_why
+    assert found.bound_us <= found.step_us * (1 + 1e-9)
+
+
 def test_a_network_that_is_not_the_traces_is_no_model() -> None:
     found = advise(job_step(1_000.0, 5_000_000.0), "dgx_h100:2", steps=20)
     assert "more than 64 times as long as" in found.unusable and "it is another network" in found.unusable
     assert not found.changes and found.confidence == "low"
+
+
+def test_a_step_of_gloo_on_links_of_gpus_is_told_so() -> None:
+    found = advise(job_step(1_000.0, 5_000_000.0), "dgx_h100:1", steps=5, gpu=False)
+    assert "gloo, on which the step was recorded, does not use it" in found.unusable
 
 
 def test_ranks_that_leave_devices_free_are_placed_aloud(tmp_path: Path) -> None:

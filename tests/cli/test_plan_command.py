@@ -172,7 +172,18 @@ def test_a_plan_is_simulated_again(good: Run, bad: Run, plan: str, step: str, tm
     assert b"plan, rank 0" in trace.read_bytes()
     assert "was made for workload small" in bad("plan", "retime", plan, "-w", "dlrm:A1", "-c", "hgx2:1")
     assert "was made for cluster hgx2:1" in bad("plan", "retime", plan, "-w", step, "-c", "hgx2:2")
-    assert "Missing option" in bad("plan", "retime", plan, "-w", step)
+    assert "--workload: must be given: the plan was made for 'small'" in bad("plan", "retime", plan)
+    assert good("simulate", plan, "-w", step) == good("plan", "retime", plan, "-w", step, "-c", "hgx2:1")
+    for option, value in (("--bytes", "1M"), ("--set", "rings=2"), ("--html", str(tmp_path / "x.html"))):
+        assert f"{option}: a plan says this itself" in bad("simulate", plan, "-w", step, option, value)
+    assert "--workload: is for a plan" in bad("simulate", "ring", "-c", "ring:4", "-w", step)
+
+
+def test_a_plan_of_names_needs_no_others_to_be_simulated(good: Run, tmp_path: Path) -> None:
+    path, trace = tmp_path / "plan.json", tmp_path / "t.pftrace"
+    good("plan", "-w", "dlrm:A2", "-c", "hgx2:16", "--steps", "1", "--no-retime", "-o", str(path))
+    assert "promised" in good("simulate", str(path), "--trace", str(trace))
+    assert trace.exists()
 
 
 def test_help_teaches(good: Run) -> None:

@@ -106,6 +106,28 @@ def test_rank_that_does_not_come_is_named_with_its_place(late: tuple[int, ...]) 
     assert world.said == [f"hang: {found.text}"]
 
 
+def test_a_rank_that_begins_to_wait_later_than_others_does_not_hide_the_hang() -> None:
+    world = World(4)
+    world.all_call()
+    world.call(0, line=12)
+    world.call(1, line=12)
+    world.pass_time(2.0)
+    world.call(2, line=12)
+    world.pass_time(NAMED_S)
+    assert [(found.kind, found.ranks) for found in world.watch.findings] == [(BEHIND, (3,))]
+    assert "ranks 0-2 wait in call 2" in world.watch.findings[0].text
+
+
+def test_a_rank_that_was_never_heard_of_is_named() -> None:
+    world = World(3)
+    world.mute = {2}
+    world.call(0)
+    world.call(1)
+    world.pass_time(NAMED_S)
+    assert [(found.kind, found.ranks) for found in world.watch.findings] == [(BEHIND, (2,))]
+    assert world.watch.findings[0].text.endswith("; nothing was ever heard of rank 2")
+
+
 def test_ranks_that_went_on_are_told_once() -> None:
     world = World(2)
     world.call(0)

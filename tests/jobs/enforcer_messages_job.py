@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import stretto.torch
 from stretto import Cluster, Plan, Workload
 from stretto.errors import PlanMismatch
 from stretto.planner.algebra.rewrites import rewrites
+from stretto.planner.plan import TurnPlan
 from stretto.runtime.enforcer.rank_plan import share_of
 
 RANKS, SEEDS, ITERATIONS, TRIES = 3, 8, 4, 200
@@ -125,12 +127,23 @@ def random_plan(workload: Workload, cluster: Cluster, draw: random.Random) -> Pl
                 for at, (op, way) in enumerate(ways)
             ],
         )
+        plan = replace(plan, link_turns=random_turns(plan, draw))
         try:
             share_of(plan, workload, 0, HOSTS)
         except PlanMismatch:
             continue
         return plan
     return None
+
+
+def random_turns(plan: Plan, draw: random.Random) -> tuple[TurnPlan, ...]:
+    """Some sums wait for others that come before them in the plan's order, on the ranks of their hosts."""
+    sums = sorted((op for op in plan.ops if op.kind != "send"), key=lambda op: op.motifs[0].seq)
+    return tuple(
+        TurnPlan(op=late.op, motif=0, behind=early.op, behind_motif=0, lag=late.motifs[0].ahead - early.motifs[0].ahead)
+        for early, late in combinations(sums, 2)
+        if draw.random() < 0.5
+    )
 
 
 def pipelines(carrier: str, seeds: Sequence[int]) -> Any:
@@ -150,6 +163,7 @@ def pipelines(carrier: str, seeds: Sequence[int]) -> Any:
             wrong, enforcer = enforced(recorder.workload, plan, step, ITERATIONS, carrier=carrier)
             report = enforcer.report()
             told |= {"wrong": wrong, "number": report.number, "fell_back": report.fell_back}
+            told |= {"turns given up": enforcer._board._given_up}
         found.append(told)
     return found
 

@@ -61,6 +61,7 @@ class DrawnSync:
         self.stages = [self.trainers[at * first // stages : (at + 1) * first // stages] for at in range(stages)]
         self.expert_parallel = rng.random() < 0.6
         self.cuts = {name: rng.choice([None, *range(len(shape))]) for name, shape in shapes().items()}
+        self.whole = False
         ways = len(self.servers)
         grids = [(ways,)] + ([(2, ways // 2)] if ways % 2 == 0 else [])
         self.grid = rng.choice(grids)
@@ -95,10 +96,15 @@ class DrawnSync:
         return found
 
     def sliced(self, kind: str, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part as DTensor cuts, perhaps an empty one."""
+        if self.whole:
+            return tensor
         at = (torch.tensor(self.servers).view(self.grid) == self.rank).nonzero()[0].tolist()
         for axis, dim in enumerate(self.ways[kind]):
             if dim is not None:
-                tensor = tensor.tensor_split(self.grid[axis], dim)[at[axis]]
+                size = -(-tensor.shape[dim] // self.grid[axis])
+                begin = min(size * at[axis], tensor.shape[dim])
+                tensor = tensor.narrow(dim, begin, min(size, tensor.shape[dim] - begin))
         return tensor
 
     def expected(self, version: int) -> dict[str, torch.Tensor]:
@@ -129,12 +135,16 @@ class DrawnSync:
         if self.rank not in self.servers:
             return None
         found = {}
+        self.whole = True
+        shapes = {name: value.shape for name, value in self.expected(0).items()}
+        self.whole = False
         for name, value in self.expected(0).items():
             kind = name.split(".")[-1].removesuffix("_scale")
             placements = ["R" if dim is None else f"S({dim})" for dim in self.ways[kind]]
             found[name] = TensorPart.of(
-                torch.empty_like(value), ranks=self.servers, mesh_shape=self.grid, placements=placements
-            )
+                torch.empty_like(value), ranks=self.servers, mesh_shape=self.grid, placements=placements,
+                shape=shapes[name],
+            )  # fmt: skip
         return found
 
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import stretto
 import stretto.torch
-from stretto.resharding.tensors import movers, pulls
+from stretto.resharding.tensors import movers, pulls, transfer
 from stretto.resharding.tensors.weights import WeightSync
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64)
@@ -115,6 +115,17 @@ def generated(seed: int, device: str) -> Any:
                     if number != version or not case.right(weights, version):
                         wrong.append([trial, version])
     return {"wrong": wrong, "routes": sorted(routes), "rounds": rounds}
+
+
+def pinned(seed: int, device: str) -> Any:
+    """Versions by way of pinned memory, as weights on GPUs of several hosts go; a CPU's memory needs no pinning."""
+
+    def through_the_host(*args: Any, **more: Any) -> movers.Mover:
+        return movers.mover_of(*args, **(more | {"device": "cuda", "gpu": None}))
+
+    with mock.patch.object(transfer, "mover_of", through_the_host):
+        told = generated(seed + 7, device)
+        return told | {"beside": overlapped(seed + 7, device)["wrong"]}
 
 
 def resharded(seed: int, device: str) -> Any:
@@ -280,7 +291,7 @@ def dies(seed: int, device: str) -> Any:
 
 SCENARIOS: dict[str, Callable[[int, str], Any]] = {
     "generated": generated, "resharded": resharded, "overlapped": overlapped, "churned": churned,
-    "deltas": deltas, "dies": dies, "mapped": mapped,
+    "deltas": deltas, "dies": dies, "mapped": mapped, "pinned": pinned,
 }  # fmt: skip
 
 

@@ -9,9 +9,9 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from judges.drawn_steps import random_problem
 
 from stretto.planner.baselines import BASELINES, STOCK, Effort, as_submitted, baseline
-from stretto.planner.example import random_problem
 from stretto.planner.schedule.problem import MotifTask, Option, PlanProblem
 from stretto.planner.schedule.schedule import Scheduler, StepSchedule, check_order
 from stretto.planner.schedule.search import search

@@ -2,8 +2,8 @@
 """The bound against plans over several options: the best that a search finds, timed by code of its own, rank by rank.
 
 The search is the attack, and the judge unrolls its order over many iterations with nothing but waits written out by
-hand. ``python tests/planner/test_bounds_exhaustive.py --count 2000`` judges as many drawn steps as one likes, by this
-judge and by that of `test_bounds_on_links`.
+hand. ``PYTHONPATH=benchmarks python tests/planner/test_bounds_exhaustive.py --count 2000`` judges as many drawn steps
+as one likes, by this judge and by that of `test_bounds_on_links`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from importlib import import_module
 from random import Random
 
 import pytest
+from judges.drawn_steps import random_problem
 
-from stretto.planner.example import random_problem
 from stretto.planner.schedule.bounds import lower_bound
 from stretto.planner.schedule.problem import PlanProblem
 from stretto.planner.schedule.schedule import Scheduler, StepSchedule

@@ -12,11 +12,13 @@ import pytest
 
 import stretto as st
 from stretto.planner.algebra.options import problem as make_problem
-from stretto.planner.api import PlanResult
+from stretto.planner.api import PlanResult, to_plan, to_schedule, turns_in
 from stretto.planner.candidates import LinkLevelJudge, PlanCandidate
 from stretto.planner.correction import corrected, in_turns_note, searched_again
 from stretto.planner.costs.costs import simulated_costs
+from stretto.planner.in_turns import TurnWalk, turns_note
 from stretto.planner.on_links import LinkWalk
+from stretto.planner.schedule.link_turns import turns_of
 from stretto.planner.schedule.retime import retime
 from stretto.planner.schedule.schedule import Scheduler
 from stretto.workload import Dep, Op, Workload
@@ -135,3 +137,50 @@ def test_where_there_is_nothing_to_walk_over(judge: LinkLevelJudge) -> None:
     _, serial = begin(judge, serial=True)
     assert LinkWalk(judge, scheduler, seed=0).best(serial, name="x", most=9, until=float("inf"), bound_us=0.0) is serial
     assert at_bound.retimed == late.retimed == 0
+
+
+@pytest.fixture(scope="module")
+def whole() -> LinkLevelJudge:
+    """The step with whole sums alone, which cannot make way for each other."""
+    problem = make_problem(step(), cluster(), simulated_costs(cluster()))
+    options = {name: some[:1] for name, some in problem.options.items()}
+    return LinkLevelJudge(
+        problem=replace(problem, options=options), cluster=cluster(), costs=simulated_costs(cluster())
+    )
+
+
+def test_turns_on_links_make_true_what_the_search_says(whole: LinkLevelJudge) -> None:
+    """With all turns of its order a plan takes what the model says, but for what it takes to hear of them."""
+    first = whole.retimed(PlanCandidate(name="first", schedule=Scheduler(whole.problem).schedule([0, 0, 0])))
+    turns = turns_of(first.schedule, whole.problem, cluster())
+    assert {(turn.op, turn.behind_op, turn.lag) for turn in turns} == {(5, 4, 1), (3, 5, 0), (4, 3, 0)}, "one by one"
+    kept = whole.retimed(replace(first, turns=turns))
+    assert first.us > 1.3 * first.schedule.period_us
+    assert kept.us == pytest.approx(first.schedule.period_us, rel=0.05)
+
+
+def test_the_walk_over_turns_finds_those_that_gain(whole: LinkLevelJudge) -> None:
+    first = whole.retimed(PlanCandidate(name="first", schedule=Scheduler(whole.problem).schedule([0, 0, 0])))
+    bound_us = Scheduler(whole.problem).bound().us
+    rest = {"most": 20, "until": float("inf"), "bound_us": bound_us}
+    best = TurnWalk(whole, seed=0).best(first, [], **rest)  # type: ignore[arg-type]
+    assert best.turns and best.us < 0.75 * first.us
+    assert "wait for their turns on links" in turns_note(best)
+    made = to_plan("made", best.schedule, whole.problem, cluster(), turns=best.turns)
+    again = to_schedule(made, whole.problem)
+    retimed = retime(again, whole.problem, cluster(), turns=turns_in(made, step()))
+    assert retimed.period_us == pytest.approx(best.us)
+    assert TurnWalk(whole, seed=0).best(first, [], **{**rest, "most": 0}) is first  # type: ignore[arg-type]
+
+
+def test_groups_on_other_hosts_take_no_turns() -> None:
+    """A group that has a rank where the other has none would wait for what nobody there can tell it."""
+    apart = Workload(
+        name="apart", num_ranks=8,
+        ops=(Op(name="c", duration_us=1.0),
+             *(Op(name=f"g{at}", kind="all_reduce", nbytes=1e6, groups=(ranks,), after=(Dep(op="c"),))
+               for at, ranks in enumerate(((0, 1), (2, 6))))),
+    )  # fmt: skip
+    problem = make_problem(apart, cluster(), simulated_costs(cluster()))
+    schedule = Scheduler(problem).schedule([0, 0])
+    assert {turn.op for turn in turns_of(schedule, problem, cluster())} <= {1}

@@ -96,7 +96,7 @@ def test_a_plan_whose_options_are_gone_does_not_fit(found: PlanResult) -> None:
 
 
 def test_a_plan_that_cannot_be_retimed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_large(schedule: StepSchedule, problem: PlanProblem, cluster: Cluster, costs: object) -> RetimedPlan:
+    def too_large(*_: object, **turns: object) -> RetimedPlan:
         raise Infeasible("7 transfers are more than 6")
 
     monkeypatch.setattr(candidates, "retime", too_large)
@@ -106,7 +106,9 @@ def test_a_plan_that_cannot_be_retimed_says_so(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_plan_without_a_steady_state_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "retime", lambda *_: RetimedPlan(period_us=5.0, iterations=32, settled=False))
+    monkeypatch.setattr(
+        candidates, "retime", lambda *_, **turns: RetimedPlan(period_us=5.0, iterations=32, settled=False)
+    )
     made = api.plan(STEP, HGX2, steps=10, systems=()).plan
     assert made.retimed_us == 5.0
     assert made.notes[0] == "re-timed: no steady state in 32 iterations, their mean is given"

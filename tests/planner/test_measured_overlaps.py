@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from judges.microbenchmarks import measured_slowdown, overlapped_pair
 
 from stretto import Cluster
 from stretto.errors import InvalidInput
@@ -19,7 +20,6 @@ from stretto.planner.costs.measured import (
     read_measurements,
     write_measurements,
 )  # fmt: skip
-from stretto.planner.costs.microbench import measured_slowdown, overlapped_pair
 from stretto.units import MB
 
 HGX2 = Cluster.preset("hgx2", nodes=2)

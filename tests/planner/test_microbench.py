@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import pytest
+from judges.microbenchmarks import Figure, all_reduce_plans, all_to_all_plans, overlapped_pair
 
 from stretto import Cluster
 from stretto.errors import InvalidInput
 from stretto.planner.costs.costs import SimulatedCosts
-from stretto.planner.costs.microbench import Figure, all_reduce_plans, all_to_all_plans, overlapped_pair
 from stretto.units import GB, KB, MB
 
 

@@ -9,8 +9,8 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from judges.drawn_steps import figure6, random_problem
 
-from stretto.planner.example import random_problem
 from stretto.planner.schedule.bounds import least_us, lower_bound
 from stretto.planner.schedule.branch import branched
 from stretto.planner.schedule.problem import MotifTask, Option, PlanProblem
@@ -159,3 +159,9 @@ def test_gradients_and_messages_of_a_stage_take_turns() -> None:
     # In turns: 2 of compute and 3 + 5 + 3 of communication; without that 10, the load of one end with what lies around.
     assert lower_bound(problem).us == pytest.approx(13.0)
     assert Scheduler(problem).schedule([0, 0, 0]).period_us == pytest.approx(13.0)
+
+
+def test_the_worked_example_reaches_its_bound() -> None:
+    bound = lower_bound(figure6())
+    assert bound.us == pytest.approx(9.5, rel=1e-5)
+    assert bound.why == "channel load and waiting together, with one whole option for each"

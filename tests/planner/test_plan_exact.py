@@ -7,11 +7,11 @@ from dataclasses import replace
 from itertools import permutations, product
 
 import pytest
+from judges.drawn_steps import figure6, random_problem
+from judges.planner_exact import solve_exactly
 
 from stretto.errors import Infeasible, InvalidInput
-from stretto.planner.example import figure6, random_problem
 from stretto.planner.schedule.bounds import lower_bound
-from stretto.planner.schedule.exact import solve_exactly
 from stretto.planner.schedule.problem import MotifTask, Option, PlanProblem
 from stretto.planner.schedule.schedule import Scheduler
 from stretto.planner.schedule.search import search

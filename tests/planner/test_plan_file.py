@@ -14,7 +14,7 @@ import pytest
 from stretto.cluster import Cluster
 from stretto.errors import InvalidInput, PlanMismatch
 from stretto.planner.compare import PlanChange, diff
-from stretto.planner.plan import MotifPlan, OpPlan, Plan, ProgramPlan
+from stretto.planner.plan import MotifPlan, OpPlan, Plan, ProgramPlan, TurnPlan
 from stretto.workload import Dep, Op, Workload
 
 STEP = Workload(
@@ -76,7 +76,7 @@ def test_every_field_is_in_the_hash() -> None:
     made = plan(op_plan("g", motif(0), motif(1)))
     hashes = {made.hash}
     for one in fields(Plan):
-        if one.name not in ("ops", "programs"):
+        if one.name not in ("ops", "programs", "link_turns"):
             hashes.add(replace(made, **{one.name: other(getattr(made, one.name))}).hash)
     op = made.ops[0]
     for one in fields(OpPlan):
@@ -92,7 +92,35 @@ def test_every_field_is_in_the_hash() -> None:
         changed = ((0, 2),) if one.name == "groups" else other(getattr(brought, one.name))
         hashes.add(replace(made, programs=(replace(brought, **{one.name: changed}),)).hash)
     every = (fields(Plan), fields(OpPlan), fields(MotifPlan), fields(ProgramPlan))
-    assert len(hashes) == 1 + sum(map(len, every)) - len(("ops", "motifs"))
+    assert len(hashes) == 1 + sum(map(len, every)) - len(("ops", "motifs", "link_turns"))
+
+
+def test_turns_on_links_are_in_the_hash_and_in_the_file_where_there_are_any(tmp_path: Path) -> None:
+    ops = (op_plan("g", motif(0), motif(1)), op_plan("h", motif(2), motif(3)))
+    turn = TurnPlan(op="h", motif=0, behind="g", behind_motif=0)
+    turns = [turn, replace(turn, motif=1), replace(turn, behind_motif=1), replace(turn, lag=1)]
+    made = [plan(*ops), *(plan(*ops, link_turns=(one,)) for one in turns)]
+    assert len({one.hash for one in made}) == len(made)
+    for one in made:
+        one.save(tmp_path / "p.json")
+        assert Plan.load(tmp_path / "p.json") == one
+        assert ("link_turns" in (tmp_path / "p.json").read_text()) == bool(one.link_turns)
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        ({"op": "k"}, "unknown comm-op"),
+        ({"behind_motif": 2}, "g has motifs 0..1, not 2"),
+        ({"op": "g", "behind": "h"}, "g must come later in the order than what it waits for, h"),
+        ({"lag": -1}, "h must come later in the order than what it waits for, g"),
+        ({"behind": "h", "motif": 1}, "h must come later in the order than what it waits for, h"),
+    ],
+)
+def test_turns_follow_the_order(turn: dict[str, Any], message: str) -> None:
+    ops = (op_plan("g", motif(0), motif(1)), op_plan("h", motif(2), motif(3)))
+    with pytest.raises(InvalidInput, match=message):
+        plan(*ops, link_turns=(TurnPlan(**{"op": "h", "motif": 0, "behind": "g", "behind_motif": 0, **turn}),))
 
 
 def saved(tmp_path: Path) -> tuple[Path, dict[str, Any]]:

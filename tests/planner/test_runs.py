@@ -6,8 +6,8 @@ from __future__ import annotations
 import time
 
 import pytest
+from judges.drawn_steps import random_problem
 
-from stretto.planner.example import random_problem
 from stretto.planner.schedule.problem import MotifTask, Option, PlanProblem
 from stretto.planner.schedule.runs import OpRun, RunSearch
 from stretto.planner.schedule.schedule import Scheduler

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from judges.drawn_steps import random_problem
 
 from stretto.errors import Infeasible
-from stretto.planner.example import random_problem
 from stretto.planner.schedule.problem import Option, PlanProblem
 from stretto.planner.schedule.schedule import DISCIPLINES, Scheduler, check_order
 from stretto.workload import Op

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import pytest
+from judges.drawn_steps import figure6, random_problem
 
 from stretto.errors import InvalidInput
-from stretto.planner.example import figure6, random_problem
 from stretto.planner.schedule.schedule import DISCIPLINES, Scheduler, StepSchedule, check_order
 from stretto.planner.schedule.search import MODES, Progress, search
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fused_check import check_fused
 
 from stretto import Cluster, InvalidInput, Program, VerificationError, synthesize
 from stretto.algorithms import algorithm
 from stretto.algorithms.registry import defined_for
 from stretto.collectives import COLLECTIVES, AllReduce
 from stretto.programs.fused import PACKET, Fused, FusedStep, fuse
-from stretto.programs.fused_check import check_fused
 
 MODES: tuple[dict[str, Any], ...] = ({"symmetric": True}, {}, {"protocol": "ll"})
 

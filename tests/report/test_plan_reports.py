@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from judges.drawn_steps import random_problem
 from rich.console import Console
 
 from stretto.cluster import Cluster
 from stretto.planner import api
 from stretto.planner.api import SYSTEM, PlanResult, to_plan
-from stretto.planner.example import random_problem
 from stretto.planner.schedule.schedule import Scheduler
 from stretto.planner.schedule.search import search
 from stretto.report.plan_html import write_plan_html

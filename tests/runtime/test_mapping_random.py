@@ -1,164 +1,333 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random mappings: what each rank makes of its pieces is what it would cut out of whole tensors.
+"""Random mappings: what each rank makes of its pieces is what NumPy cuts out of whole tensors; wrong ones are
+refused.
 
-The reference makes every server's tensor of whole source tensors and slices it by hand. Pieces are cut out of the same
-sources by the layouts in which `MappedSync` asks for them; that layouts arrive bit for bit is tested elsewhere.
+Pieces are cut out of the sources by the layouts in which `MappedSync` asks for them, after all ranks have compared
+these layouts with those of a trainer; that layouts arrive bit for bit is tested elsewhere.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import math
 import os
 import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from stretto.errors import InvalidInput
-from stretto.resharding.tensors.describe import TensorPart, local_of
+from stretto.resharding.tensors import state
+from stretto.resharding.tensors.describe import TensorPart, local_of, placed_tensor
 from stretto.resharding.tensors.pieces import assembled, pieces_of
-from stretto.weights import MappingRule, WeightMapping
+from stretto.weights import WeightMapping
 
-COUNT = int(os.environ.get("STRETTO_TEST_MAPPINGS", "20"))
-FP8 = torch.float8_e4m3fn
-BLOCK = 4
-Dict = dict[str, torch.Tensor]
-
-
-def drawn(draw: random.Random, full: Dict) -> tuple[dict[str, Any], torch.Tensor, list[MappingRule]]:
-    """A mesh, the tensors of a server as functions of its rank's coordinates, and the rules that make them."""
-    grid = draw.choice([(1,), (2,), (4,), (2, 2), (3,)])
-    rules: list[MappingRule] = []
-    wanted: dict[str, Any] = {}
-    for number in range(draw.randint(1, 5)):
-        kind = draw.choice(["fused", "stack", "experts", "rows", "same", "turned", "scaled"])
-        dims = [None, 0, 1, 2] if kind in ("stack", "experts") else [None, 0, 1]
-        name, ways = f"t{number}", [draw.choice(dims) for _ in grid]
-        wanted[name] = (kind, ways, add(draw, kind, name, full, rules))
-    return wanted, torch.arange(torch.Size(grid).numel()).view(grid), rules
+COUNT = int(os.environ.get("STRETTO_TEST_MAPPINGS", "24"))
+GRIDS: list[tuple[int, ...]] = [(1,), (2,), (3,), (4,), (2, 2), (2, 3)]
+TRAINER = 0
+Array = NDArray[np.float32]
 
 
-def add(draw: random.Random, kind: str, name: str, full: Dict, rules: list[MappingRule]) -> list[str]:
-    """Source tensors of one rule, and the rule; sizes that meshes of 2, 3 and 4 divide, twice over."""
-    turned = draw.random() < 0.5 and kind in ("fused", "stack", "experts", "turned")
-    shape = (48, 96) if kind != "scaled" else (144, 48)
-    pieces = {"fused": draw.randint(2, 3), "stack": draw.choice([12, 24]), "experts": 24}.get(kind, 1)
-    sizes = [draw.choice([1, 2]) for _ in range(pieces)]
-    old = [n for n in full if n.startswith("rows")]
-    sources = []
-    for at in range(pieces):
-        # Of the stacked experts each has two pieces, gate and up.
-        source = f"{kind}{name}.{at}" if kind != "experts" else f"{kind}{name}.{at // 2}.{'gu'[at % 2]}"
-        size = (shape[0] * sizes[at], shape[1]) if kind == "fused" and not turned else shape
-        size = (shape[1], shape[0] * sizes[at]) if kind == "fused" and turned else size
-        full[source] = torch.randn(size, generator=torch.Generator().manual_seed(draw.randrange(1 << 30)))
-        sources.append(source)
-    if kind == "rows" and old and draw.random() < 0.5:
-        del full[sources[0]]
-        sources = [old[0]]  # tied
-    if kind == "scaled":
-        full[sources[0]] = full[sources[0]].bfloat16()
-    many: dict[str, Any] = {"concat": 0, "sizes": tuple(sizes)} if kind == "fused" else {}
-    names = {"stack": (f"{kind}{name}.{{e}}",), "experts": (f"{kind}{name}.{{e}}.g", f"{kind}{name}.{{e}}.u")}
-    if kind == "experts":
-        many = {"concat": 0, "sizes": (1, 1)}
-    rules.append(
-        MappingRule(
-            to=name, sources=names.get(kind, tuple(sources)), stack=kind in names,
-            transpose=turned or kind == "turned", rows=shape[0] if kind == "rows" else None,
-            scale=f"{name}_scale" if kind == "scaled" else "", block=BLOCK, **many,
-        )
-    )  # fmt: skip
-    return sources
+@dataclass(kw_only=True)
+class Wanted:
+    """A tensor of a server: the pieces that it is made of, expert by expert, and how it lies on the mesh."""
+
+    pieces: list[list[Array]]
+    ways: list[int | None]
+    dtype: torch.dtype
+    concat: int | None = None
+    stack: bool = False
+    padding: int = 0
+    scaled: bool = False
+    block: int = 1
 
 
-def pieces_whole(rule: MappingRule, sources: list[str], full: Dict) -> list[torch.Tensor]:
-    return [full[s].t() if rule.transpose else full[s] for s in sources]
+class Model:
+    """A drawn mesh of servers, the trainers' tensors, the rules of a mapping, and what servers want."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.numbers = np.random.default_rng(seed)
+        self.grid = rng.choice(GRIDS)
+        self.ranks = list(range(10, 10 + math.prod(self.grid)))
+        self.full: dict[str, Array] = {"x.inv_freq": np.ones(3, np.float32)}
+        self.rules: list[dict[str, Any]] = []
+        self.wanted: dict[str, Wanted] = {}
+        self.unit = rng.choice([1, 2, 3, 4, 6])
+        for number in range(rng.randint(1, 4)):
+            self.add(number)
+        for number in range(rng.randint(0, 2)):
+            shape = [rng.randint(1, 9) for _ in range(rng.randint(0, 2))]
+            whole = self.source(f"same{number}", shape)
+            self.wanted[f"same{number}"] = Wanted(
+                pieces=[[whole]], ways=self.ways(len(shape)), dtype=rng.choice([torch.float32, torch.bfloat16])
+            )
+
+    def source(self, name: str, shape: Sequence[int]) -> Array:
+        self.full[name] = np.asarray(self.numbers.standard_normal(shape), np.float32)
+        return self.full[name]
+
+    def ways(self, dims: int) -> list[int | None]:
+        return [self.rng.choice([None, *range(dims)]) for _ in self.grid]
+
+    def add(self, number: int) -> None:
+        """A tensor with a rule of its own, in a layer or in none, and perhaps a tied one."""
+        rng, layer = self.rng, self.rng.choice(["", f"l.{number}."])
+        fused, stack, turned = (rng.random() < 0.4 for _ in range(3))
+        rows = not (fused or stack or turned) and rng.random() < 0.6
+        dims = max(rng.choice([1, 2, 2, 2, 3]), 2 * turned)
+        base = [self.unit * rng.choice([1, 2, 3, 4]) for _ in range(dims)]
+        rule: dict[str, Any] = {"to": f"{layer}t{number}"}
+        sizes, concat = [1], rng.randrange(dims)
+        if fused:
+            sizes = [rng.choice([1, 2, 3]) for _ in range(rng.choice([2, 3]))]
+            rule |= {"concat": concat, "sizes": sizes if stack else [size * base[concat] for size in sizes]}
+        stem = f"{layer}s{number}."
+        names = [f"{stem}{{e}}.p{at}" if stack else f"{stem}p{at}" for at in range(len(sizes))]
+        rule |= {"from": names if fused else names[0], "stack": stack, "transpose": turned}
+        pieces = []
+        for expert in range(rng.choice([1, 2, 3, 4, 6]) if stack else 1):
+            row = []
+            for name, size in zip(names, sizes, strict=True):
+                shape = [n * size if fused and dim == concat else n for dim, n in enumerate(base)]
+                shape = [*shape[:-2], shape[-1], shape[-2]] if turned else shape
+                made = self.source(name.replace("{e}", str(expert)), shape)
+                row.append(made.swapaxes(-1, -2) if turned else made)
+            pieces.append(row)
+        scaled = dims >= 2 and rng.random() < 0.35
+        block = rng.choice([2, 3, 128])
+        if rows:
+            rule["rows"] = base[0]
+        if scaled:
+            rule |= {"scale": f"{rule['to']}_s", "block": block}
+        small = rng.choice([torch.float8_e4m3fn, torch.float8_e5m2])
+        plain = rng.choice([torch.float32, torch.bfloat16, torch.float16])
+        one = Wanted(
+            pieces=pieces, ways=self.ways(dims + stack), dtype=small if scaled else plain, stack=stack, scaled=scaled,
+            concat=concat + stack if fused else None, padding=rng.choice([0, 1, 3]) if rows else 0, block=block,
+        )  # fmt: skip
+        self.put(rule, one, number)
+        if rows and rng.random() < 0.5:
+            tied = {**rule, "to": f"{layer}tied{number}", "scale": ""}
+            more = Wanted(
+                pieces=pieces, ways=self.ways(dims), padding=one.padding, dtype=torch.bfloat16 if scaled else plain
+            )
+            self.put(tied, more, number)
+
+    def put(self, rule: dict[str, Any], one: Wanted, number: int) -> None:
+        self.wanted[rule["to"]] = one
+        many = {key: rule[key] for key in ("to", "from", "scale") if key in rule}
+        for key, said in many.items():
+            names = said if isinstance(said, list) else [said]
+            names = [name.replace(f"l.{number}.", "l.{n}.") for name in names]
+            rule[key] = names if isinstance(said, list) else names[0]
+        self.rules.append(rule)
+
+    def text(self) -> dict[str, Any]:
+        return {"version": 1, "kind": "weight_mapping", "ignore": ["*.inv_freq"], "rules": self.rules}
 
 
-def sliced(tensor: torch.Tensor, ways: list[int | None], grid: tuple[int, ...], at: tuple[int, ...]) -> torch.Tensor:
-    """Axis after axis, as DTensor cuts."""
+def cut(whole: Array, ways: Sequence[int | None], grid: Sequence[int], at: Sequence[int]) -> Array:
+    """Axis after axis, as DTensor cuts, uneven shards too."""
     for axis, dim in enumerate(ways):
         if dim is not None:
-            tensor = tensor.tensor_split(grid[axis], dim)[at[axis]]
-    return tensor
+            size = -(-whole.shape[dim] // grid[axis])
+            whole = whole.take(range(min(size * at[axis], whole.shape[dim]), whole.shape[dim])[:size], axis=dim)
+    return whole
 
 
-def by_hand(
-    rule: MappingRule, sources: list[str], full: Dict, ways: list[int | None], grid: tuple[int, ...], at: Any
-) -> Dict:
-    whole = pieces_whole(rule, sources, full)
-    if rule.stack and rule.concat is None:
-        return {rule.to: sliced(torch.stack(whole), ways, grid, at)}
-    if rule.stack:
-        # A rank has its part of both pieces of each of its experts.
-        halves = [sliced(torch.stack(whole[side::2]), ways, grid, at) for side in (0, 1)]
-        return {rule.to: torch.cat(halves, dim=1)}
-    if rule.rows is not None:
-        padded = torch.cat([whole[0], torch.zeros(48, 96)])
-        return {rule.to: sliced(padded, ways, grid, at)}
-    # A rank has its part of every piece.
-    mine = torch.cat([sliced(piece, ways, grid, at) for piece in whole])
-    if not rule.scale:
-        return {rule.to: mine}
-    scales = torch.zeros(mine.shape[0] // BLOCK, mine.shape[1] // BLOCK)
-    small = torch.zeros(mine.shape).to(FP8)
-    for i in range(scales.shape[0]):
-        for j in range(scales.shape[1]):
-            where = (slice(BLOCK * i, BLOCK * i + BLOCK), slice(BLOCK * j, BLOCK * j + BLOCK))
-            scales[i, j] = mine[where].float().abs().max() / torch.finfo(FP8).max
-            small[where] = (mine[where].float() / scales[i, j]).to(FP8)
-    return {rule.to: small, rule.scale: scales}
+def by_hand(one: Wanted, grid: Sequence[int], at: Sequence[int]) -> tuple[Array, list[int]]:
+    """A rank's part in full precision, and the shape of the whole: of fused pieces a rank has its part of each."""
+    rows = [[row[side] for row in one.pieces] for side in range(len(one.pieces[0]))]
+    sides = [np.stack(row) if one.stack else row[0] for row in rows]
+    if one.padding:
+        sides = [np.concatenate([side, np.zeros((one.padding, *side.shape[1:]), np.float32)]) for side in sides]
+    whole = list(sides[0].shape)
+    parts = [cut(side, one.ways, grid, at) for side in sides]
+    if one.concat is None:
+        return parts[0], whole
+    whole[one.concat] = sum(side.shape[one.concat] for side in sides)
+    return np.concatenate(parts, axis=one.concat), whole
 
 
-def checked(seed: int) -> str:
-    """One drawn mapping on all ranks of its mesh; returns why it was refused, if it was."""
-    draw = random.Random(seed)
-    full: Dict = {}
-    wanted, grid, rules = drawn(draw, full)
-    mapping = WeightMapping(rules=tuple(rules))
-    shape, ranks = tuple(grid.shape), grid.flatten().tolist()
-    layouts = []
-    for rank in ranks:
-        at = tuple(int(x) for x in (grid == rank).nonzero()[0])
-        want: Dict = {}
-        target: dict[str, TensorPart] = {}
-        for rule in rules:
-            _, ways, sources = wanted[rule.to]
-            made = by_hand(rule, sources, full, ways, shape, at)
-            want |= made
-            how = ["R" if dim is None else f"S({dim})" for dim in ways]
-            for name, value in made.items():
-                target[name] = TensorPart.of(torch.empty_like(value), ranks=ranks, mesh_shape=shape, placements=how)
-        try:
-            found = mapping.resolve({name: part.shape for name, part in target.items()})
-            pieces = pieces_of(found, target, rank)
-        except InvalidInput as error:
-            return str(error)
+def quantized(value: Array, block: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block after block."""
+    *outer, rows, columns = value.shape
+    scales = np.full((*outer, -(-rows // block), -(-columns // block)), 1e-12, np.float32)
+    small = torch.zeros(value.shape, dtype=dtype)
+    for place in np.ndindex(*scales.shape):
+        where = (*place[:-2], *(slice(block * i, block * i + block) for i in place[-2:]))
+        if value[where].size:
+            scales[place] = max(scales[place], np.abs(value[where]).max() / np.float32(torch.finfo(dtype).max))
+            small[where] = torch.from_numpy(value[where] / scales[place]).to(dtype)
+    return small, torch.from_numpy(scales)
+
+
+def targets(model: Model, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, TensorPart]]:
+    """What a rank is to have, and its empty tensors."""
+    at = tuple(int(i) for i in np.unravel_index(model.ranks.index(rank), model.grid))
+    want: dict[str, torch.Tensor] = {}
+    found = {}
+    for name, one in model.wanted.items():
+        mine, whole = by_hand(one, model.grid, at)
+        shapes = {name: whole}
+        made = torch.from_numpy(np.array(mine))
+        want[name] = made.to(one.dtype)
+        if one.scaled:
+            want[name], want[f"{name}_s"] = quantized(made.bfloat16().float().numpy(), one.block, one.dtype)
+            shapes[f"{name}_s"] = [*whole[:-2], *(-(-n // one.block) for n in whole[-2:])]
+        how = ["R" if dim is None else f"S({dim})" for dim in one.ways]
+        for each, shape in shapes.items():
+            found[each] = TensorPart.of(
+                torch.empty_like(want[each]), ranks=model.ranks, mesh_shape=model.grid, placements=how, shape=shape
+            )
+    return want, found
+
+
+def run(model: Model, seed: int) -> None:
+    """All ranks of a model: what they ask for, whether that fits the trainer, and what they make of it."""
+    mapping = WeightMapping.parse(model.text())
+    sent = {n: placed_tensor(n, torch.from_numpy(np.array(model.full[n])), TRAINER) for n in mapping.wanted(model.full)}
+    everyone = {TRAINER: state._Sides(source=sent, target={}, staging_bytes=1, gpu="off")}
+    ranks = []
+    for rank in model.ranks:
+        want, target = targets(model, rank)
+        made = mapping.resolve({name: part.shape for name, part in target.items()})
+        pieces = pieces_of(made, target, rank)
+        described = {name: piece.where for name, piece in pieces.items() if rank in piece.where.ranks}
+        everyone[rank] = state._Sides(source={}, target=described, staging_bytes=1, gpu="off")
+        ranks.append((rank, want, target, made, pieces))
+    state._moves(everyone)
+    for rank, want, target, made, pieces in ranks:
         where = {name: piece.where for name, piece in pieces.items()}
-        layouts.append({name: (w.placements, w.mesh_shape, len(w.ranks)) for name, w in where.items()})
-        cut = {
-            name: full[name][tuple(slice(*ends) for ends in w.tile(rank))].to(piece.dtype)
-            for (name, w), piece in zip(where.items(), pieces.values(), strict=True)
-        }
-        got = {name: local_of(t) for name, t in assembled(found, target, cut, where, rank)}
+        arrived = {}
+        for name, place in where.items():
+            whole = torch.from_numpy(np.array(model.full[name]))
+            inside = tuple(slice(*ends) for ends in place.tile(rank)) if whole.ndim else ()
+            arrived[name] = whole[inside].to(pieces[name].dtype)
+        got = {name: local_of(tensor) for name, tensor in assembled(made, target, arrived, where, rank)}
         assert set(got) == set(want)
         for name, value in want.items():
-            assert got[name].is_contiguous() and torch.equal(
-                got[name].view(torch.uint8), value.contiguous().view(torch.uint8)
-            ), (seed, name, rules)
-    # What two ranks of the mesh both receive they must receive in one layout, or a transfer would be refused.
-    for name in set().union(*layouts):
-        assert len({one[name] for one in layouts if name in one}) == 1, (seed, name)
-    return ""
+            said = (seed, rank, name)
+            assert (got[name].shape, got[name].dtype) == (value.shape, value.dtype), said
+            same = got[name].is_contiguous() and torch.equal(
+                got[name].reshape(-1).view(torch.uint8), value.reshape(-1).contiguous().view(torch.uint8)
+            )
+            if name.removesuffix("_s") in model.wanted and model.wanted[name.removesuffix("_s")].scaled:
+                # A quotient may differ in its last bit, and a weight beside it by a step of its type.
+                same = torch.allclose(got[name].float(), value.float(), rtol=0.26, atol=0.0)
+                equal = float((got[name] == value).float().mean()) if value.numel() else 1.0
+                same = same and (name.endswith("_s") or equal > 0.97)
+            assert same, said
 
 
-def test_every_rank_makes_what_it_would_cut_out_of_whole_tensors() -> None:
-    assert [why for why in map(checked, range(COUNT)) if why] == []
+def test_every_rank_makes_what_numpy_cuts_out_of_whole_tensors() -> None:
+    right, refused = 0, []
+    for seed in range(COUNT):
+        try:
+            run(Model(seed), seed)
+            right += 1
+        except InvalidInput as error:
+            refused.append(str(error))
+    cannot = ("cut through blocks", "does not divide into", "its local tensor has shape")
+    assert [why for why in refused if not any(words in why for words in cannot)] == []
+    assert right > COUNT // 2
+
+
+def changed(**more: Any) -> Callable[[Model], None]:
+    return lambda model: model.rng.choice(model.rules).update(more)
+
+
+def shuffled(model: Model) -> None:
+    model.full[next(iter(model.wanted))] = np.ones(3, np.float32)
+
+
+WRONG: dict[str, Callable[[Model], None]] = {
+    "sizes": changed(sizes=[5, 7]),
+    "concat": changed(concat=4),
+    "negative": changed(concat=-1),
+    "rows": changed(rows=9999),
+    "no source": changed(**{"from": "nothing"}),
+    "no names": changed(**{"from": []}),
+    "layer": changed(to="l.{n}.{n}"),
+    "pattern": changed(to="(?P<n>.*)"),
+    "scale": changed(scale="t{n}_none"),
+    "block": changed(scale="same0", block=0),
+    "twice": lambda model: model.rules.append(dict(model.rules[0])),
+    "left over": shuffled,
+    "forgotten": lambda model: model.rules.clear(),
+    "stack": lambda model: model.rules[0].update(stack=not model.rules[0]["stack"]),
+    "lost": lambda model: model.full.__delitem__(next(n for n in model.full if n.endswith("p0"))),
+}
+
+
+@functools.cache
+def right_ones() -> list[int]:
+    """Seeds of three mappings that are right."""
+    found = []
+    for seed in range(100, 100 + COUNT):
+        with contextlib.suppress(InvalidInput):
+            run(Model(seed), seed)
+            found.append(seed)
+        if len(found) == 3:
+            return found
+    raise AssertionError("too few mappings are right")
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_mapping_is_refused_in_one_line(wrong: str) -> None:
+    for seed in right_ones():
+        model = Model(seed)
+        WRONG[wrong](model)
+        with pytest.raises(InvalidInput) as error:
+            run(model, seed)
+        assert "\n" not in str(error.value)
+
+
+def test_a_turned_stack_of_vectors_and_a_layer_named_twice() -> None:
+    head = {"version": 1, "kind": "weight_mapping"}
+    rule = {"to": "l.{n}.w{n}", "from": "s{n}.{e}", "stack": True, "transpose": True}
+    mapping = WeightMapping.parse({**head, "rules": [rule]})
+    with pytest.raises(InvalidInput, match="cannot make"):
+        mapping.resolve({"l.3.w3": (2, 4)})
+    assert [one.sources for one in mapping.resolve({"l.3.w3": (2, 4, 4)})] == [("s3.0", "s3.1")]
+    assert mapping.resolve({"l.3.w4": (2, 4, 4)})[0].sources == ("l.3.w4",)
+
+
+@pytest.mark.parametrize("experts", [1, 3])
+def test_ranks_without_an_expert_have_an_empty_stack(experts: int) -> None:
+    mapping = WeightMapping.parse(
+        {"version": 1, "kind": "weight_mapping", "rules": [{"to": "w", "from": "w.{e}", "stack": True}]}
+    )
+    made = mapping.resolve({"w": (experts, 2, 2)})
+    for rank in range(4):
+        mine = max(0, min(1, experts - rank))
+        part = TensorPart.of(torch.empty(mine, 2, 2), ranks=range(4), placements=["S(0)"], shape=(experts, 2, 2))
+        pieces = pieces_of(made, {"w": part}, rank)
+        assert list(pieces) == [f"w.{rank}"][:mine]
+
+
+def test_scales_must_lie_as_their_weights_do() -> None:
+    rule = {"to": "w", "from": "w", "scale": "s", "block": 2}
+    mapping = WeightMapping.parse({"version": 1, "kind": "weight_mapping", "rules": [rule]})
+    small, scales = torch.empty(4, 4, dtype=torch.float8_e4m3fn), torch.empty(2, 2)
+    target = {
+        "w": TensorPart.of(small, ranks=range(4), mesh_shape=(2, 2), placements=["S(0)", "S(1)"]),
+        "s": TensorPart.of(scales, ranks=range(4), mesh_shape=(2, 2), placements=["S(1)", "S(0)"]),
+    }
+    with pytest.raises(InvalidInput, match="'s': rank 1 has"):
+        pieces_of(mapping.resolve({"w": (8, 8), "s": (4, 4)}), target, 1)
 
 
 def test_pieces_that_do_not_divide_are_refused() -> None:
-    rule = MappingRule(to="t", sources=("a", "b"), concat=0, sizes=(1, 1))
+    rule = {"to": "t", "from": ["a", "b"], "concat": 0, "sizes": [1, 1]}
+    mapping = WeightMapping.parse({"version": 1, "kind": "weight_mapping", "rules": [rule]})
     part = TensorPart.of(torch.empty(23, 8), ranks=(0, 1), placements=["S(0)"])
-    with pytest.raises(InvalidInput, match="dimension 0 does not divide into 2 shards"):
-        pieces_of(WeightMapping(rules=(rule,)).resolve({"t": (46, 8)}), {"t": part}, 0)
+    with pytest.raises(InvalidInput, match=r"'t': a piece of .* dimension 0 does not divide into 2 shards"):
+        pieces_of(mapping.resolve({"t": (46, 8)}), {"t": part}, 0)

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fused_check import check_fused
 from gpu_emulation import EmulatedCall, EmulatedGpu
 from numpy.typing import NDArray
 
 from stretto.programs.fused import IN, OUT, SLOT, fuse
-from stretto.programs.fused_check import check_fused
 from stretto.resharding import UnitTask, plan_reshard, plan_tensors
 from stretto.resharding.spec import Layout, Mesh, Spec
 from stretto.resharding.tasks import Tensor, decompose

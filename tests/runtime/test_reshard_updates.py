@@ -39,7 +39,7 @@ def outcomes_of(folder: Path, seed: int, *scenarios: str, lost: int | None = Non
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    names = ("generated", "resharded", "overlapped", "deltas", "mapped")
+    names = ("generated", "resharded", "overlapped", "deltas", "mapped", "pinned")
     return outcomes_of(tmp_path_factory.mktemp("updates"), 1, *names)
 
 
@@ -51,6 +51,12 @@ def test_generated_state_dicts_arrive_bit_for_bit_whatever_their_layouts(outcome
 
 def test_drawn_models_get_through_a_mapping_whatever_both_sides_parallelize(outcomes: list[dict[str, Any]]) -> None:
     assert [told["mapped"]["wrong"] for told in outcomes] == [[]] * RANKS
+
+
+def test_versions_arrive_by_way_of_pinned_memory(outcomes: list[dict[str, Any]]) -> None:
+    for told in outcomes:
+        assert told["pinned"]["wrong"] == told["pinned"]["beside"] == []
+        assert told["pinned"]["routes"] == ["pinned"] and told["pinned"]["rounds"] > 1
 
 
 def test_weights_may_change_while_a_version_of_them_is_sent(outcomes: list[dict[str, Any]]) -> None:

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
+from torch._C import _distributed_c10d as c10d
 
 from stretto import InvalidInput
 from stretto.resharding import UnitTask
+from stretto.resharding.tensors.agree import ReshardAgreement
 from stretto.resharding.tensors.rounds import deal, split, streams_of
 
 Outcomes = dict[str, list[Any]]
@@ -98,7 +102,7 @@ def test_a_rank_that_dies_in_the_middle_is_named_and_the_old_version_stays(outco
 
 def test_a_mapping_makes_tensors_of_others_bit_for_bit_or_is_refused_everywhere(outcomes: Outcomes) -> None:
     said = {
-        "layout": "'small_scale': its pieces make (4, 3)", "blocks": "cut through blocks of 16",
+        "layout": "'small_scale': rank ", "blocks": "cut through blocks of 16",
         "fused": "[30, 6] is no multiple of the sizes [2, 1, 1]", "lacking": "'small_scale': is the scale of a rule",
         "two ways": "'embed': is needed as", "shape": "'norm': source has shape (6,), target (7,)",
     }  # fmt: skip
@@ -150,3 +154,34 @@ def test_pieces_of_random_tasks_tile_their_boxes() -> None:
 def test_a_limit_below_one_element_is_refused() -> None:
     with pytest.raises(InvalidInput, match="staging_bytes: 3 does not hold one element of each; give at least 4"):
         streams_of([task(2, 2)], 3)
+
+
+def test_a_vote_that_is_late_names_who_hangs_and_not_who_waits_for_that_rank() -> None:
+    store: Any = c10d.HashStore()
+    store.set_timeout(timedelta(seconds=2))
+    voting, waiting, hanging = (ReshardAgreement(store, rank) for rank in range(3))
+    over = threading.Event()
+
+    def wait_for_bytes() -> None:
+        while not over.wait(0.1):
+            waiting.beat()
+
+    thread = threading.Thread(target=wait_for_bytes)
+    thread.start()
+    hanging.beat()
+    try:
+        found = voting.vote("a version", [0, 1, 2])
+    finally:
+        over.set()
+        thread.join()
+    assert str(found) == "rank 2 did not vote within 2 s"
+
+
+@pytest.mark.parametrize("limit", [20_000, 50_000, 190_000])
+def test_rows_that_are_not_cut_do_not_cost_a_round(limit: int) -> None:
+    # Halves of columns of matrices that lie in rows, and vectors, as trainers and servers of a transformer cut them.
+    shapes = [(192, 256, (4,)), (64, 128, (4, 5)), (256, 256, (4,)), (64, 512, (4, 5)), (1, 64, (4, 5))] * 4
+    tasks = [task(rows, columns, receivers=to) for rows, columns, to in shapes]
+    streams = streams_of(tasks, limit, depth=2)
+    moved = len(deal(tasks, streams)) * sum(stream.nbytes for stream in streams)
+    assert moved <= 1.04 * sum(one.nbytes for one in tasks)

@@ -102,14 +102,18 @@ def in_rate(cluster: st.Cluster, inside: Sequence[int]) -> float:
 
 @settings(max_examples=60, deadline=None)
 @given(clusters())
-def test_all_reduce_is_the_worst_of_all_cuts_and_all_partitions(cluster: st.Cluster) -> None:
+def test_all_reduce_is_at_least_the_worst_of_all_cuts_and_all_partitions(cluster: st.Cluster) -> None:
     n = cluster.num_devices
     times = [worst_cut(cluster, lambda s: 1.0)]
     for groups in partitions(range(n)):
         if len(groups) > 1:
             times.append(2 * (len(groups) - 1) / sum(in_rate(cluster, group) for group in groups))
     bound = st.lower_bound(st.AllReduce(n), cluster, 1e6)
-    assert bound.bandwidth_us == pytest.approx(1e6 * max(times), rel=1e-9)
+    # More where first sendings prove more, which test_first_sends.py judges.
+    more = bound.reason.startswith("first sends")
+    assert bound.bandwidth_us == pytest.approx(1e6 * max(times), rel=1e-9) or (
+        more and bound.bandwidth_us > 1e6 * max(times)
+    )
 
 
 def concurrent_us(cluster: st.Cluster, demands: dict[tuple[int, int], float]) -> float:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from judges.link_level import link_level_us
 
 from stretto.cluster import Cluster
 from stretto.errors import Infeasible, InvalidInput
@@ -26,7 +27,6 @@ from stretto.strategy import (
     zoo,
 )
 from stretto.strategy.flows import flow_costs, paces
-from stretto.strategy.link_level import link_level_us
 
 B5, B7, A1 = (Cluster.preset(f"autodist_{name}") for name in ("b5", "b7", "a1"))
 

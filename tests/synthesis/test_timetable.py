@@ -15,6 +15,7 @@ from stretto.cluster.model import Link, Node
 from stretto.errors import Infeasible
 from stretto.programs.interpret import check
 from stretto.synthesis import timetable
+from stretto.synthesis.timetable import NOWHERE
 
 
 def direct(count: int, seed: int, most: float = 25.0) -> st.Cluster:
@@ -85,7 +86,9 @@ def test_a_horizon_that_is_too_short_is_missed() -> None:
     assert slots_of(1, 5.0)[1] == 10
 
 
-def soft_of(seed: int, until_us: float, home: list[int]) -> tuple[st.Cluster, bool, tuple[Any, ...]]:
+def soft_of(
+    seed: int, until_us: float, home: list[int], places: dict[str, Any] = NOWHERE
+) -> tuple[st.Cluster, bool, tuple[Any, ...]]:
     """A timetable of thirty pieces whose links may be overfull, straight from the native code."""
     cluster = direct(5, seed)
     size = 1e4 / (cluster.link_gb_per_s * 1e3)
@@ -93,7 +96,7 @@ def soft_of(seed: int, until_us: float, home: list[int]) -> tuple[st.Cluster, bo
     found = _native.soft_timetable(
         num_ranks=5, link_src=cluster.link_src, link_dst=cluster.link_dst, slot_us=size, tail_us=alpha,
         extra_us=0.1, pieces=30, until_us=until_us, full_us=0.2 * until_us, spans=6, passes=6, tries=6, seed=seed,
-        home=np.array(home, np.int32),
+        home=np.array(home, np.int32), **places,
     )  # fmt: skip
     return cluster, found[0], found[1:]
 
@@ -102,7 +105,12 @@ def soft_of(seed: int, until_us: float, home: list[int]) -> tuple[st.Cluster, bo
 @pytest.mark.parametrize("seed", range(10))
 def test_pieces_of_a_soft_timetable_leave_after_they_are_there(seed: int, gathers_only: bool) -> None:
     home = [k % 5 for k in range(30)] if gathers_only else []
-    cluster, fits, (hop, piece, gathers, start) = soft_of(seed, 200.0, home)
+    cluster, fits, (hop, piece, gathers, start, root) = soft_of(seed, 200.0, home)
+    if not home:
+        # The same again, from where the pieces are.
+        meet = np.full(30, 100.0)
+        places = dict(zip(NOWHERE, (root, meet, hop, piece, gathers, start), strict=True))
+        cluster, fits, (hop, piece, gathers, start, root) = soft_of(seed, 200.0, home, places)
     assert fits and len(hop) == 30 * (1 if home else 2) * 4
     arrive = start + 1e4 / (cluster.link_gb_per_s[hop] * 1e3) + cluster.link_alpha_us[hop]
     assert start.min() >= 0 and arrive.max() <= 200 + 1e-6
@@ -119,6 +127,26 @@ def test_pieces_of_a_soft_timetable_leave_after_they_are_there(seed: int, gather
 
 def test_a_soft_timetable_that_is_too_short_fits_nowhere() -> None:
     assert not soft_of(1, 5.0, [])[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("first_root", [7] * 30),
+        ("first_root", [0] * 29),
+        ("first_link", [99]),
+        ("first_piece", [30]),
+        ("first_meet", []),
+    ],
+)
+def test_places_that_do_not_exist_are_refused(name: str, value: list[int]) -> None:
+    places = {
+        "first_root": [0] * 30, "first_meet": [50.0] * 30, "first_link": [0], "first_piece": [0],
+        "first_gathers": [1], "first_start": [10.0],
+    }  # fmt: skip
+    arrays = {key: np.array(value if key == name else of, NOWHERE[key].dtype) for key, of in places.items()}
+    with pytest.raises((ValueError, IndexError), match="soft_timetable"):
+        soft_of(1, 200.0, [], arrays)
 
 
 def test_links_may_differ_in_rate_by_more_than_slots_allow() -> None:

@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..cluster import Cluster
+from ..control.spans import replayed
 from ..errors import InvalidInput
 from ..planner import api
 from ..planner.api import PlanResult
 from ..planner.placement import hosts_taken, placement
+from ..planner.reasons import length_us, union
 from ..units import check_seed, format_us
 from ..workload import Workload, kineto
 from ..workload.files import is_kineto
@@ -46,6 +48,11 @@ class _Step:
     measured_us: float = 0.0
     probed: bool = False
     trial: BackendTrial | None = None
+
+    @property
+    def in_job(self) -> bool:
+        """Whether the step was recorded and measured in a job, apart from each other."""
+        return self.measured_us > 0 and not self.waiting
 
 
 def advise(
@@ -152,12 +159,25 @@ def _slowest(asked: _Step) -> StepWaiting | None:
 
 
 def _alone(asked: _Step) -> float:
-    """The share of its time that a collective of a CPU trace would take by itself: gloo runs several of a rank at once.
+    """The share of its time that a collective on CPUs would take by itself: gloo runs several of a rank at once.
 
     NCCL runs those of a group in order, and those of different groups often over different links.
     """
+    if asked.gpu:
+        return 1.0
+    if asked.in_job:
+        spans = [(span.start_us, span.start_us + span.duration_us) for span in replayed(asked.workload) if span.comm]
+        calls_us = sum(end - start for start, end in spans)
+        return length_us(union(spans)) / calls_us if calls_us > 0 else 1.0
     shares = sorted(one.comm_us / one.calls_us for one in asked.waiting if one.calls_us > 0)
-    return 1.0 if asked.gpu or not shares else shares[len(shares) // 2]
+    return shares[len(shares) // 2] if shares else 1.0
+
+
+def _recorded_us(asked: _Step) -> float:
+    """How long the iterations took from which a job's step was recorded: the measured ones may have been faster."""
+    if not asked.in_job:
+        return 0.0
+    return max((span.start_us + span.duration_us for span in replayed(asked.workload)), default=0.0)
 
 
 def _without_model(asked: _Step, machine: Cluster | None, late: float) -> StepAdvice:
@@ -182,7 +202,8 @@ def _with_model(asked: _Step, machine: Cluster, cluster_name: str, late: float, 
     probed = asked.probed
     until = time.monotonic() + effort.budget_s
     effort.tell("the step as it is", 0.0)
-    factors = measured_factors(workload, machine, _alone(asked))
+    alone, recorded_us = _alone(asked), _recorded_us(asked)
+    factors = measured_factors(workload, machine, alone, probed=probed)
     what_if = WhatIf(
         workload=workload, cluster=machine, gpu=asked.gpu, factors=factors, probed=probed, step_us=measured_us,
         until=until,
@@ -195,8 +216,8 @@ def _with_model(asked: _Step, machine: Cluster, cluster_name: str, late: float, 
     bound_us = min(found.bound_us, now_us)
     taken = hosts_taken(workload.num_ranks, machine)
     unusable = (
-        beyond_factors(workload, machine, _alone(asked)) or other_hosts(asked.hosts, taken)
-        or contradiction(bound_us, measured_us)
+        ("" if probed else beyond_factors(workload, machine, alone, gloo=not asked.gpu))
+        or other_hosts(asked.hosts, taken) or contradiction(bound_us, measured_us, recorded_us)
     )  # fmt: skip
     effort.tell("other changes", 0.9)
     changes = () if unusable else _changes(asked, what_if, found, cluster_name)
@@ -205,7 +226,7 @@ def _with_model(asked: _Step, machine: Cluster, cluster_name: str, late: float, 
     missing = workload.num_ranks - asked.ranks if asked.ranks else 0
     confidence, why = confidence_in_model(
         now_us, measured_us, waiting=asked.waiting, missing=missing, unusable=unusable,
-        unexplained=unexplained,
+        unexplained=unexplained, recorded_us=recorded_us,
     )  # fmt: skip
     scale = measured_us / now_us if measured_us and now_us > 0 else 1.0
     if unusable:
@@ -280,7 +301,7 @@ def _inputs(
     asked: _Step, machine: Cluster | None, factors: dict[str, float], *, unusable: bool = False, probed: bool = False
 ) -> tuple[InputKnowledge, ...]:
     """Where each input of the advice comes from."""
-    world, in_job = asked.workload.num_ranks, asked.measured_us > 0 and not asked.waiting
+    world, in_job = asked.workload.num_ranks, asked.in_job
     rows: list[tuple[str, Knowledge, str]] = []
     if asked.waiting:
         steps = min(one.steps for one in asked.waiting)

@@ -188,5 +188,7 @@ def _block_of(workload: Workload, bucket: Op) -> Op | None:
     before = [workload.op(dep.op) for dep in bucket.after if dep.lag == 0]
     computes = [op for op in before if not op.is_comm]
     at = workload.index[bucket.name]
-    # Only an op that is listed before the bucket can be cut where the bucket stands.
-    return computes[0] if len(computes) == 1 and workload.index[computes[0].name] < at else None
+    # Only an op that is listed before the bucket can be cut where the bucket stands, and only for one bucket.
+    if len(computes) != 1 or workload.index[computes[0].name] > at or f"{computes[0].name}/0" in workload.index:
+        return None
+    return computes[0]

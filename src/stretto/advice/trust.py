@@ -11,21 +11,35 @@ from .advice import WORTHWHILE, Confidence
 
 CLOSE, FAR = 0.10, 0.25
 """The model's step is close to the measured one within the first share, and far from it beyond the second."""
+OTHERWISE = 1.5
+"""Recorded iterations that took this many times as long as the measured ones are not the same job."""
 FEW_STEPS = 3
 """A trace of fewer steps gives no high confidence: docs/traces.md asks for three to ten."""
 
 
-def contradiction(bound_us: float, measured_us: float) -> str:
+def contradiction(bound_us: float, measured_us: float, recorded_us: float = 0.0) -> str:
     """Why a model is unusable whose least time is longer than what was measured; empty where it is not.
 
-    A difference that is too small for a change to be advised is none.
+    A difference that is too small for a change to be advised is none. A job's step is recorded in other iterations than
+    those that are measured: where these took somewhat longer, so does the model, and its ratios stand.
 
     >>> contradiction(812_200.0, 496_900.0)
     'its least time, 812.2 ms, is longer than the 496.9 ms that were measured'
     >>> contradiction(500_000.0, 496_900.0)
     ''
+    >>> contradiction(178_000.0, 137_500.0, recorded_us=180_000.0)
+    ''
+
+    Args:
+        bound_us: The model's least time.
+        measured_us: The step as it was measured; 0 where it was not.
+        recorded_us: The iterations from which the step was recorded, where others were measured; 0 where not.
+
+    Returns:
+        The reason.
     """
-    if not 0 < measured_us * (1 + WORTHWHILE) < bound_us:
+    known_us = max(measured_us, recorded_us) if recorded_us <= OTHERWISE * measured_us else measured_us
+    if not 0 < known_us * (1 + WORTHWHILE) < bound_us:
         return ""
     return f"its least time, {format_us(bound_us)}, is longer than the {format_us(measured_us)} that were measured"
 
@@ -45,7 +59,7 @@ def other_hosts(trace_hosts: int, taken: int) -> str:
 
 def confidence_in_model(
     model_us: float, measured_us: float, *, waiting: Sequence[StepWaiting], missing: int, unusable: str,
-    unexplained: float,
+    unexplained: float, recorded_us: float = 0.0,
 ) -> tuple[Confidence, str]:  # fmt: skip
     """How far to believe the simulated gains, and why.
 
@@ -56,6 +70,7 @@ def confidence_in_model(
         missing: The number of ranks of which there is no trace, where there are traces.
         unusable: Why the model cannot be used; empty where it can.
         unexplained: How many times longer collectives took than the network lets expect, for no known reason.
+        recorded_us: The iterations from which the step was recorded, where others were measured; 0 where not.
 
     Returns:
         The confidence and a sentence.
@@ -64,6 +79,10 @@ def confidence_in_model(
         return "low", "nothing was measured: record a trace of some steps"
     off = model_us / measured_us - 1
     said = f"the model's step is {format_us(model_us)}, {off:+.0%} of the measured one"
+    if recorded_us > (1 + CLOSE) * measured_us:
+        said += (
+            f"; the iterations that were recorded took longer than those that were measured, {format_us(recorded_us)}"
+        )
     if unusable:
         return "low", said
     if unexplained:

@@ -18,6 +18,7 @@ from ..planner.algebra.options import problem as make_problem
 from ..planner.api import PlanResult
 from ..planner.baselines import Systems
 from ..planner.costs.costs import CostModel, simulated_costs
+from ..planner.placement import hosts_taken
 from ..planner.schedule.problem import PlanProblem
 from ..planner.schedule.schedule import StepSchedule
 from ..planner.tuner_csv import MAX_BYTES, TunerLine, tuner_lines
@@ -52,7 +53,9 @@ def _defaults(workload: Workload, cluster: Cluster, costs: CostModel) -> PlanPro
     return make_problem(workload, cluster, costs, until=0.0)
 
 
-def measured_factors(workload: Workload, cluster: Cluster, alone: float = 1.0) -> dict[str, float]:
+def measured_factors(
+    workload: Workload, cluster: Cluster, alone: float = 1.0, *, probed: bool = False
+) -> dict[str, float]:
     """How many times longer the measured collectives took than simulated, by the channels that they use.
 
     Args:
@@ -60,21 +63,24 @@ def measured_factors(workload: Workload, cluster: Cluster, alone: float = 1.0) -
         cluster: the cluster as it was described.
         alone: the share of its measured time that a collective would take by itself, where several ran at once; the
             model lets them run one after the other.
+        probed: whether the job itself measured the cluster: then no factor is too large to be true.
 
     Returns:
         By channels joined with ``+``, the ratio of the sums; empty where nothing was measured.
     """
     sums = _measured_sums(workload, cluster, alone)
-    return {key: min(max(real / model, LEAST), MOST) for key, (real, model) in sums.items() if model > 0}
+    most = float("inf") if probed else MOST
+    return {key: min(max(real / model, LEAST), most) for key, (real, model) in sums.items() if model > 0}
 
 
-def beyond_factors(workload: Workload, cluster: Cluster, alone: float = 1.0) -> str:
+def beyond_factors(workload: Workload, cluster: Cluster, alone: float = 1.0, *, gloo: bool = False) -> str:
     """What to say where collectives took so much longer, or shorter, than simulated that no factor is that large.
 
     Args:
         workload: as for `measured_factors`.
         cluster: the cluster as it was described.
         alone: as for `measured_factors`.
+        gloo: whether the step was recorded on gloo.
 
     Returns:
         The reason why the cluster is not the one of the measurement; empty where all that takes long is in range.
@@ -85,7 +91,10 @@ def beyond_factors(workload: Workload, cluster: Cluster, alone: float = 1.0) -> 
         if model > 0 and real > WORTHWHILE * total_us and not LEAST < real / model < MOST:
             times = f"more than {MOST:g} times" if real > model else f"less than 1/{MOST:g} of the time"
             as_long = "as long as" if real > model else "that"
-            return f"collectives took {times} {as_long} {cluster.name} lets expect of {key}: it is another network"
+            why = "it is another network"
+            if gloo and "nvlink" in key:
+                why = "gloo, on which the step was recorded, does not use it"
+            return f"collectives took {times} {as_long} {cluster.name} lets expect of {key}: {why}"
     return ""
 
 
@@ -153,13 +162,17 @@ class WhatIf:
         if worst < SLOWER:
             return
         found = as_submitted_us(self.workload, self.cluster, simulated_costs(self.cluster))
-        setting = "NCCL_IB_HCA, NCCL_SOCKET_IFNAME, NCCL_NET_GDR_LEVEL" if self.gpu else "GLOO_SOCKET_IFNAME"
-        own = "NCCL's algorithms" if self.gpu else "gloo's algorithms"
         what, itself = ("probed", "") if self.probed else ("described", ", the description itself")
+        if self.gpu:
+            why = "NCCL's algorithms, the interface (NCCL_IB_HCA, NCCL_SOCKET_IFNAME, NCCL_NET_GDR_LEVEL), the fabric"
+        elif hosts_taken(self.workload.num_ranks, self.cluster) == 1:
+            why = "gloo, which goes through sockets inside a host, too, or more ranks and threads than processors"
+        else:
+            why = "gloo's algorithms, the interface (GLOO_SOCKET_IFNAME), more ranks than processors, the fabric"
         yield self.change(
             "environment", f"the network as {what}",
-            f"find out why collectives take {worst:.1f} times as long as the network as {what} lets expect: {own}, the "
-            f"interface ({setting}), the fabric{itself}", found.period_us,
+            f"find out why collectives take {worst:.1f} times as long as the network as {what} lets expect: {why}"
+            f"{itself}", found.period_us,
             diagnosis=True, note="a fault to look for, not a setting",
         )  # fmt: skip
 

@@ -15,10 +15,9 @@ from ..errors import StrettoError
 from .commands import LazyGroup
 from .common import one_line, say
 from .outputs import open_standard_streams, quiet_stdout
-from .session import SESSION
+from .session import INTERRUPTED, SESSION
 
 WRONG_INPUT = 2
-INTERRUPTED = 130
 MAX_MESSAGE = 1500
 
 app = typer.Typer(

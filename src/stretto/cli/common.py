@@ -236,13 +236,13 @@ def parse_all_sizes(text: str, factor: float) -> tuple[int, ...]:
     >>> parse_all_sizes("1K..64K", 8.0)
     (1000, 8000, 64000)
     """
-    from ..report.sweep import parse_sizes
+    from ..report.sweep import check_factor, parse_sizes
 
+    check_factor(factor)
     try:
         return parse_sizes(text, factor=factor)
     except InvalidInput as error:
-        option = "" if str(error).startswith("factor") else "--bytes: "
-        raise InvalidInput(f"{option}{error}") from None
+        raise InvalidInput(f"--bytes: {error}") from None
 
 
 def parse_one_size(text: str, option: str = "--bytes") -> int:

@@ -14,6 +14,7 @@ from ..errors import InvalidInput
 from ..lab import Lab, LabResult, running
 from ..lab import clean as clean_labs
 from ..lab.job import ending
+from ..lab.layout import TCP_CONTROL
 from ..report.table import ResultTable
 from .common import out, script_hint, wrote
 from .options import JsonOption
@@ -45,8 +46,8 @@ def run(
     ] = None,
     shaper: Annotated[str, typer.Option(metavar="tbf|htb", help="What shapes the uplinks.")] = "tbf",
     tcp: Annotated[
-        str | None, typer.Option(metavar="reno|cubic|bbr", help="TCP's congestion control; default: the machine's own.")
-    ] = None,
+        str, typer.Option(metavar="reno|cubic|bbr|machine", help="TCP's congestion control; machine: its own.")
+    ] = TCP_CONTROL,
     env: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Set for all ranks; may be repeated.")
     ] = None,
@@ -197,7 +198,7 @@ def _print_line(rank: int, stream: str, line: str) -> None:
 
 
 def _tell(lab: Lab, done: LabResult, timeout: float | None, quiet: bool) -> None:
-    """How it ended, where that was not well."""
+    """Say how the job ended, where it failed."""
     if done.failed is None and not done.timed_out:
         return
     if done.failed is not None:

@@ -62,6 +62,17 @@ def list_all(
     files.tell()
 
 
+def _original(text: str) -> Motif:
+    """The motif of ``--of``."""
+    try:
+        found = parse(text)
+    except InvalidInput as error:
+        raise InvalidInput(f"--of: {error}") from None
+    if not isinstance(found, Motif):
+        raise InvalidInput("--of: must be a single motif")
+    return found
+
+
 @app.command()
 def show(
     text: Annotated[
@@ -99,9 +110,7 @@ def show(
     Without --of the expression that is given is the original, if it is a single motif.
     """
     expr = start = parse(text)
-    whole = parse(original) if original is not None else start
-    if original is not None and not isinstance(whole, Motif):
-        raise InvalidInput("--of: must be a single motif")
+    whole = _original(original) if original is not None else start
     for step in steps or []:
         expr = parse_step(step)(expr)
     if target is not None and not isinstance(whole, Motif):

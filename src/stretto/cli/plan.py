@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..cluster import Cluster
-from ..errors import InvalidInput, PlanMismatch, unknown
+from ..errors import InvalidInput, PlanMismatch, StrettoError, unknown
 from ..planner import api
 from ..planner.algebra.options import problem as make_problem
 from ..planner.api import SYSTEM, PlanResult, to_schedule
@@ -38,7 +38,6 @@ from ..workload import Workload
 from .common import SHOW_AFTER_S, out, progress_console, quoted
 from .options import (
     BudgetOption,
-    ClusterOption,
     HtmlOption,
     JsonOption,
     OptionalCluster,
@@ -46,7 +45,6 @@ from .options import (
     RuntimeOption,
     SeedOption,
     TraceOption,
-    WorkloadOption,
 )
 from .outputs import OutputFiles, output
 from .session import SESSION
@@ -107,6 +105,13 @@ PlanOutput = Annotated[
 StepsOption = Annotated[
     int | None, typer.Option(help="Search so many steps instead: then the result depends on the seed alone.")
 ]
+LinkTurnsOption = Annotated[
+    bool,
+    typer.Option(
+        "--link-turns/--no-link-turns",
+        help="Let motifs of different groups take turns on the links of their hosts, where that is faster.",
+    ),
+]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan, as 'stretto plan -o' writes it.")]
 
 
@@ -137,6 +142,7 @@ def plan(
     branches: Annotated[
         int, typer.Option(metavar="N", help="Raise the lower bound by so many further bounds with divided options.")
     ] = 0,
+    link_turns: LinkTurnsOption = True,
 ) -> None:
     """Decide how every byte of a training step moves: in which pieces, over which links, in which order.
 
@@ -172,7 +178,7 @@ def plan(
     with search_progress() as tell:
         found = api.plan(
             step, machine, budget_s=budget, steps=steps, seed=seed, costs=model,
-            synthesis_s=synthesize, retime=retime, branches=branches,
+            synthesis_s=synthesize, retime=retime, branches=branches, link_turns=link_turns,
             progress=tell,
         )  # fmt: skip
         others = _buckets(buckets, step, machine, budget, steps, seed, model)
@@ -347,19 +353,25 @@ def diff(
 @app.command()
 def retime(
     path: PlanFile,
-    workload: WorkloadOption,
-    cluster: ClusterOption,
+    workload: OptionalWorkload = None,
+    cluster: OptionalCluster = None,
     costs: CostsOption = None,
     trace: TraceOption = None,
     rows: JsonOption = None,
 ) -> None:
     """Simulate a plan again, link by link: what an iteration takes as promised, by today's costs, and contending.
 
+    The workload and the cluster need not be given where the plan was made for a model and a preset by their names.
+    'stretto simulate PLAN.json' does the same.
+
     \b
-    Example:
-      stretto plan retime plan.json -w dlrm:A2 -c hgx2:16 --trace plan.pftrace
+    Examples:
+      stretto plan retime plan.json --trace plan.pftrace
+      stretto plan retime plan.json -w step.yaml -c cluster.yaml
     """
-    made, step, machine = Plan.load(path), Workload.load(workload), Cluster.load(cluster)
+    made = Plan.load(path)
+    step = _named(made.workload, workload, Workload.load, made.workload_digest, "--workload")
+    machine = _named(made.cluster, cluster, Cluster.load, made.cluster_digest, "--cluster")
     made.check(step, machine)
     model = _costs(costs, machine)
     if model is None:
@@ -367,7 +379,7 @@ def retime(
         model = SimulatedCosts(machine, providers=(*providers_for(machine), saved(made.programs)))
     problem = make_problem(step, machine, model)
     schedule = to_schedule(made, problem)
-    found = retimed(schedule, problem, machine, model)
+    found = retimed(schedule, problem, machine, model, turns=api.turns_in(made, step))
     files = OutputFiles()
     files.write(trace, lambda path: write_plan_trace({"plan": schedule.timeline(problem)}, path))
     files.json(rows, {
@@ -382,6 +394,25 @@ def retime(
     table.add_row("link by link", format_us(found.period_us), steady)
     out().print(table)
     files.tell()
+
+
+Named = TypeVar("Named", Workload, Cluster)
+
+
+def _named(name: str, given: str | None, load: Callable[[str], Named], digest: str, option: str) -> Named:
+    """The workload or cluster that the user gave, else the one that a plan names, if it is still the same."""
+    if given is not None:
+        return load(given)
+    missing = InvalidInput(
+        f"{option}: must be given: the plan was made for {name!r} with options, from a file, or by another version"
+    )
+    try:
+        found = load(name)
+    except StrettoError:
+        raise missing from None
+    if found.digest != digest:
+        raise missing
+    return found
 
 
 def _costs(given: str | None, cluster: Cluster, otherwise: CostModel | None = None) -> CostModel | None:

@@ -125,7 +125,7 @@ def _inside(target: Path, rows: Path | None, *, alone: bool) -> None:
 def _by_library(
     name: str | None, target: Path, costs: Path | None, rows: Path | None, rank: int, *, alone: bool
 ) -> None:
-    """The same by the collectives of a library."""
+    """Measure the cluster by the collectives of a library."""
     from ..control.own_costs import LIBRARIES
     from ..control.probe_backend import joined_by, probe_backend
     from ..planner.costs.measured import write_measurements

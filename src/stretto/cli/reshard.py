@@ -207,7 +207,7 @@ def _row(plan: ReshardPlan) -> dict[str, object]:
 
 
 def _time(plan: ReshardPlan, contention: str) -> float | None:
-    """None on clusters that fifo cannot express."""
+    """The plan's time; None on clusters that fifo cannot express."""
     try:
         timeline = plan.simulate(contention)
     except InvalidInput:

@@ -70,6 +70,8 @@ def run(
     if shutil.which(command[0]) is None and not ("/" in command[0] and Path(command[0]).exists()):
         say(f"stretto: error: {command[0]}: not found{script_hint(command[0])}", error=True)
         raise typer.Exit(NOT_FOUND)
+    if token_file is not None and not controller:
+        raise InvalidInput("--token-file: is for --controller; a controller of its own makes a token of its own")
     if controller:
         if token_file is None:
             raise InvalidInput("--token-file: must name the token of the controller")

@@ -32,7 +32,7 @@ MAX_ROWS = 10_000
 COLUMNS = ("collective", "algorithm", "ranks", "nbytes", "protocol", "symmetric", "blocks", "microseconds")
 TRUTH = {"yes": True, "no": False, "1": True, "0": False, "true": True, "false": False}
 JUDGED_EVERY = 3
-"""Of a table that does not say so itself, every third program is judged at all of its sizes."""
+"""Where a table does not say which rows judge the fit, every third program is judged, at all of its sizes."""
 
 Rows = list[tuple[str, RuntimeRow, bool]]
 """The name of each program, the measurement, and whether it is only judged."""

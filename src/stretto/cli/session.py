@@ -7,6 +7,9 @@ import logging
 
 from ..process_state import STATE, ProcessPart
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C."""
+
 
 class CommandSession(ProcessPart):
     """Whether the command is to be quiet or verbose, and whether standard output belongs to JSON alone."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +29,7 @@ from ..report.tables import comparison_table, sweep_table, timeline_tables
 from ..simulator import Runtime, Timeline
 from ..simulator import simulate as simulated
 from ..simulator.bounds import Bound, lower_bound
+from . import plan
 from .common import out, parse_all_sizes, parse_names, parse_options, parse_ranks, plot_width, progress, quoted
 from .completion import algorithm_names, collective_names
 from .options import (
@@ -36,11 +37,12 @@ from .options import (
     BytesOption,
     ChannelsOption,
     ChunksOption,
-    ClusterOption,
     ContentionOption,
     FactorOption,
     HtmlOption,
     JsonOption,
+    OptionalCluster,
+    OptionalWorkload,
     RanksOption,
     RootOption,
     RuntimeOption,
@@ -51,6 +53,8 @@ from .outputs import OutputFiles, output
 
 Runnable = Program | SymmetricProgram | Lowered
 ALL = "all"
+MAX_HEAD = 200
+"""The bytes of a file within which a plan says that it is one."""
 MANY = 256
 """The most ranks for which an algorithm that has a symmetric form is simulated rank by rank all the same."""
 
@@ -59,7 +63,7 @@ WhatArgument = Annotated[
     typer.Argument(
         metavar="ALGORITHM|all|FILE",
         autocompletion=algorithm_names,
-        help="An algorithm, all of them, or a text or MSCCL file.",
+        help="An algorithm, all of them, a text or MSCCL file, or the plan of a training step.",
     ),
 ]
 WhatForArgument = Annotated[
@@ -88,9 +92,11 @@ ProgramOption = Annotated[
 
 
 def simulate(
+    context: typer.Context,
     what: WhatArgument,
-    cluster: ClusterOption,
+    cluster: OptionalCluster = None,
     what_for: WhatForArgument = None,
+    workload: OptionalWorkload = None,
     nbytes: BytesOption = "64M",
     factor: FactorOption = 4.0,
     collective: CollectiveOption = None,
@@ -119,9 +125,8 @@ def simulate(
 ) -> None:
     """Say how long a collective takes on a cluster, and how far that is from the lower bound.
 
-    One algorithm, one size: channels, busiest links, critical path, who sends when. Several of either: a plot
-    against the bound and a table; trace, timeline and program are then those of the fastest algorithm at the
-    largest size. Every program is verified before it is simulated.
+    One algorithm, one size: channels, busiest links, critical path, who sends when. Several of either: a plot against
+    the bound and a table; files are then of the fastest algorithm at the largest size. Programs are verified first.
 
     \b
     Examples:
@@ -133,7 +138,13 @@ def simulate(
       stretto simulate algorithm.xml -c dgx_a100 -b 64M
       stretto simulate all -c dgx_h200 -b 1K..1G --runtime mscclpp:h200
       stretto simulate hierarchical --symmetric --chunks 64 -c themis_2d_sw_sw
+      stretto simulate plan.json --trace plan.pftrace
     """
+    if _is_plan(what):
+        _refuse_all_but(context, {"what", "cluster", "workload", "trace", "rows"})
+        plan.retime(Path(what), workload, cluster, trace=trace, rows=rows)
+        return
+    cluster = _cluster_of(what, cluster, workload)
     what, collective = _in_order(what, what_for, collective)
     sizes = parse_all_sizes(nbytes, factor)
     names = parse_names(channels)
@@ -147,11 +158,9 @@ def simulate(
     options = parse_options(settings or []) | ({} if root is None else {"root": root})
     alike = None if symmetric or ranks or options or runtime else _one_for_all(what, job, collective, chunks, sizes)
     find = _symmetric if symmetric else _programs
-    programs, left_out = (
-        ({what: alike}, dict[str, str]())
-        if alike is not None
-        else find(what, job.cluster, collective, ranks, chunks, options)
-    )
+    programs, left_out = {} if alike is None else {what: alike}, dict[str, str]()
+    if alike is None:
+        programs, left_out = find(what, job.cluster, collective, ranks, chunks, options)
     sweep, fastest = job.sweep(programs, sizes, left_out)
     files = OutputFiles()
     files.json(rows, {"rows": sweep.rows()})
@@ -162,6 +171,29 @@ def simulate(
     _print(job, programs, sweep, fastest)
     then = f"stretto program verify {quoted(program_file)}" if program_file is not None else ""
     files.tell(then or f"stretto synth {sweep.collective} -c {quoted(cluster)} -b {quoted(nbytes)}")
+
+
+def _is_plan(what: str) -> bool:
+    """Whether a word is the file of a training step's plan."""
+    path = Path(what)
+    return path.suffix == ".json" and path.is_file() and b'"stretto": "plan"' in path.read_bytes()[:MAX_HEAD]
+
+
+def _cluster_of(what: str, cluster: str | None, workload: str | None) -> str:
+    """The cluster that an algorithm or a program needs; a workload is for plans alone."""
+    if cluster is None:
+        raise InvalidInput("Missing option '--cluster' / '-c'; see 'stretto simulate --help'")
+    if workload is not None:
+        raise InvalidInput(f"--workload: is for a plan of 'stretto plan -o', which {what} is not")
+    return cluster
+
+
+def _refuse_all_but(context: typer.Context, taken: Collection[str]) -> None:
+    """Refuse options that say nothing about a plan, which has its programs, sizes and order in itself."""
+    for param in context.command.params:
+        source = getattr(context.get_parameter_source(param.name or ""), "name", "")
+        if source == "COMMANDLINE" and param.name not in taken:
+            raise InvalidInput(f"{max(param.opts, key=len)}: a plan says this itself")
 
 
 def _in_order(what: str, what_for: str | None, collective: str | None) -> tuple[str, str | None]:

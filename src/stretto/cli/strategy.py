@@ -377,7 +377,7 @@ def _numbers(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _different(values: list[str]) -> str:
-    """Of values that are mostly alike each once, with how often."""
+    """Each different value once, with how often it occurs."""
     counts = {value: values.count(value) for value in dict.fromkeys(values)}
     if len(counts) == 1:
         return values[0]

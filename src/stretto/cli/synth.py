@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -29,7 +29,7 @@ from ..report.sweep import Sweep
 from ..report.table import ResultTable
 from ..report.table_html import table_html
 from ..simulator import Runtime, simulate
-from ..synthesis import Candidate, Selection, Synthesis, select, synthesize
+from ..synthesis import Candidate, SearchStopped, Selection, Synthesis, select, synthesize
 from ..synthesis import certificate as certificates
 from ..synthesis.certificate import Certificate, Lowering, certificate_path
 from ..synthesis.helpers import in_words
@@ -66,8 +66,9 @@ from .options import (
     SeedOption,
 )
 from .outputs import Output, OutputFiles, output
-from .session import SESSION
+from .session import INTERRUPTED, SESSION
 
+Found = TypeVar("Found")
 SHOWN = 12
 LOSS = 0.02
 """The share of its time that a file may lose to its program before that is said."""
@@ -189,7 +190,8 @@ def synth(
 
     Everybody who can make one is asked: the algorithm library, spanning trees, flows, greedy search, sketches, exact
     search. Each program is proved right and simulated; the best is written with a certificate: its time, a bound that
-    no algorithm beats, who made it and how long that took. For several sizes: where to switch.
+    no algorithm beats, who made it and how long that took. For several sizes: where to switch. Ctrl-C ends the search
+    with what was found so far.
 
     \b
     Examples:
@@ -230,7 +232,7 @@ def _single(
 ) -> None:  # fmt: skip
     """The best program for one size."""
     with _live(options["budget_s"]) as progress:
-        found = synthesize(wanted, machine, nbytes, progress=progress, **options)
+        found, stopped = _searched(lambda: synthesize(wanted, machine, nbytes, progress=progress, **options))
     table = _candidates_table(found, every)
     files = OutputFiles()
     files.write(target, lambda path: found.save(path, **limits))
@@ -239,6 +241,21 @@ def _single(
     files.write(html, lambda path: _page(path, title, found, table, machine, options))
     _print_candidates(out(), found, table, every)
     files.tell(f"stretto program run {quoted(target)}" if target is not None else "")
+    _end(stopped)
+
+
+def _searched(search: Callable[[], Found]) -> tuple[Found, bool]:
+    """What a search returns, or had found when Ctrl-C stopped it; and whether it was stopped."""
+    try:
+        return search(), False
+    except SearchStopped as stop:
+        return stop.found, True
+
+
+def _end(stopped: bool) -> None:
+    """End the command with the exit code of Ctrl-C where the search was stopped, although there are results."""
+    if stopped:
+        raise typer.Exit(INTERRUPTED)
 
 
 def _page(
@@ -262,7 +279,7 @@ def _table(
 ) -> None:  # fmt: skip
     """The best program for each of several sizes, and where to switch from one to the next."""
     with _live(options["budget_s"] * len(sizes)) as progress:
-        chosen = select(wanted, machine, sizes, progress=progress, **options)
+        chosen, stopped = _searched(lambda: select(wanted, machine, sizes, progress=progress, **options))
     view = _selection_table(chosen)
     files = OutputFiles()
     files.write(target, lambda path: chosen.save(path, suffix=suffix))
@@ -271,13 +288,18 @@ def _table(
     out().print(view)
     for note in dict.fromkeys(choice.synthesis.certificate.cut for choice in chosen.choices):
         if note:
-            out().print(Text(f"with more time another plan may be found: {note}"), soft_wrap=True)
+            out().print(Text(f"with more time a better one may be found: {note}"), soft_wrap=True)
+    searched = {point[0] for choice in chosen.choices for point in choice.points}
+    late = [format_bytes(size) for size in sizes if size not in searched]
+    if late:
+        out().print(Text(f"not searched: {', '.join(late)}"), soft_wrap=True)
     if any(choice.synthesis.certificate.by_switch for choice in chosen.choices):
         out().print(BY_SWITCH, soft_wrap=True)
     lost = _lost(chosen) if target is not None and options["runtime"] is None else ""
     if lost:
         out().print(lost, markup=False)
     files.tell()
+    _end(stopped)
 
 
 def _lost(chosen: Selection) -> str:
@@ -469,10 +491,10 @@ def _print_candidates(console: Console, found: Synthesis, table: ResultTable, ev
         console.print(Text(_lowering_text(found.lowering, certificate)), soft_wrap=True)
         if certificate.by_switch:
             console.print(BY_SWITCH, soft_wrap=True)
-        if certificate.cut:
-            console.print(Text(f"with more time another plan may be found: {certificate.cut}"), soft_wrap=True)
         if certificate.unfit_for_old:
             console.print(f"the original MSCCL runtime cannot load it: {certificate.unfit_for_old}", soft_wrap=True)
+    if certificate.cut:
+        console.print(Text(f"with more time a better one may be found: {certificate.cut}"), soft_wrap=True)
 
 
 def _bound_text(certificate: Certificate) -> str:

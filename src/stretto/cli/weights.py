@@ -106,7 +106,7 @@ def explain(
     html: HtmlOption = None,
     rows: JsonOption = None,
 ) -> None:
-    """Who sends what when, and which links are full, of a plan in a file; its program is proved first.
+    """Show who sends what when under a plan in a file, and which links are full; its program is proved first.
 
     \b
     Examples:

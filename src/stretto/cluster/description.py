@@ -129,6 +129,8 @@ def read(data: dict[str, Any], name: str = "") -> Cluster:
     kind_name = kind_name.lower()
     if kind_name.isdecimal():
         raise InvalidInput(f"gpus: {kind_name[:60]}: write which GPU, too, such as {kind_name[:60]} x a100")
+    if (short := re.fullmatch(r"(\d+)\s+(\S+)", kind_name)) and short[2] in GPUS:
+        raise InvalidInput(f"gpus: an x is missing: write {short[1]} x {short[2]}")
     if kind_name not in GPUS:
         raise InvalidInput(
             f"gpus: {unknown('GPU', kind_name, GPUS)} (other machines: 'stretto cluster list', or a file)"

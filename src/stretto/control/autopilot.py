@@ -94,7 +94,7 @@ def arm(c10d: Any) -> None:
                 try:
                     return destroy(group)
                 finally:
-                    # Also where a group could not be shut down.
+                    # State is cleared also where a group could not be shut down.
                     STATE.job_ended()
             return destroy(group)
 
@@ -262,7 +262,7 @@ class Autopilot:
             elif self._marks.end(key):
                 self._iteration()
         except StrettoError as error:
-            # The same on all ranks: every error of a collective part is raised everywhere.
+            # All ranks come here alike: an error of a collective part is raised on every rank.
             self._drop(str(error))
         except Exception as error:
             # Another rank is gone, or steps an optimizer that this one does not: nothing can be agreed any more.
@@ -341,7 +341,7 @@ class Autopilot:
             self._leave_alone()
 
     def _leave_alone(self) -> None:
-        """Nothing can be agreed between the ranks: the same on all of them."""
+        """Let the job run as it is, because ranks cannot agree on iterations; every rank calls this alike."""
         self._let_go()
         self._say("left as it is: iterations do not end at the same calls on all ranks")
 
@@ -477,14 +477,14 @@ class Autopilot:
             why = CURRENT_JOB.job.why if CURRENT_JOB.job is not None else "the job has ended"
             self._agent.compared(own_name=OWN_BACKEND.asked, on_own=True, no_own=f"there is no executor: {why}")
         else:
-            # Nobody but the application calls anything while it is measured.
+            # While the job's own backend is measured, only the application makes calls.
             CURRENT.enforcer = None
             self._comparison = Comparison(self._aside, self._engines)
             return
         self._tell_captured(self._workload, self._cluster)
 
     def _compared(self) -> None:
-        """Both are measured, and the faster one runs: the controller may plan now."""
+        """Tell the controller, once both backends are measured and the faster one runs, that it may plan."""
         comparison = self._comparison
         assert comparison is not None and self._agent is not None
         assert self._workload is not None and self._cluster is not None
@@ -562,7 +562,7 @@ class Autopilot:
             found = own_cluster(hosts, self._own_times) if self._own_times else probe(world, name="probed").cluster
         except StrettoError as error:
             wrong = str(error)
-        # It may have failed on some ranks only, and all need the same.
+        # Probing may have failed on some ranks only, and all ranks need the same cluster.
         said: list[str] = [""] * self.size
         dist.all_gather_object(said, wrong)
         if found is not None and not any(said):

@@ -15,7 +15,7 @@ from ..runtime.torch_backend.patches import DDP_INIT, Undo, apply
 
 OPTION, AUTO = "STRETTO_BUCKET_MB", "auto"
 PARAMETERS = ("bucket_cap_mb", "bucket_cap_mb_list")
-"""By which a script asks for a size; older versions of PyTorch have only the first."""
+"""The parameters of DDP by which a script asks for a size; older versions of PyTorch have only the first."""
 
 
 def set_bucket_size(store: Any = None, rank: int = 0) -> Undo | None:

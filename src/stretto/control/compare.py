@@ -104,7 +104,7 @@ class Comparison:
     def abandon(self) -> bool:
         """At the end of an iteration: the own backend runs on. Whether it does; else `iteration` tries on."""
         if self._blocks and self._counted:
-            # Of a block that has not ended only this rank's times are there.
+            # A block that has not ended has the times of this rank only, so they are dropped.
             del self._times[self._blocks[0]][-self._counted :]
         self._blocks, self._counted = [], 0
         self._turn("own")

@@ -32,7 +32,7 @@ DRIFT = 0.25
 LEAST_GAIN = 0.03
 """What a new plan has to promise."""
 SLOWER = 0.01
-"""By which part of the plain iteration a plan may be slower, for windows in a row, before it is given up."""
+"""The share of the plain iteration by which a plan may be slower, for windows in a row, before it is given up."""
 
 Why = Literal["held", "drift", "slower"]
 
@@ -88,7 +88,7 @@ class PlanWatch:
         return min(max(fitting, LEAST_ITERATIONS), WINDOW_ITERATIONS)
 
     def asked_in_vain(self, factors: Factors) -> None:
-        """There was no better plan: what was measured is known from now on, and the next question takes longer."""
+        """Remember that these factors led to no better plan, and wait longer before the next question."""
         self._learnt = dict(factors)
         self.patience = min(2 * self.patience, MOST_WINDOWS)
         self._rows.clear()

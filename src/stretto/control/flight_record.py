@@ -37,10 +37,10 @@ def flight_groups() -> tuple[GroupPulse, ...]:
         if dump is None:
             continue
         try:
-            # It comes from this process itself.
+            # Unpickling is safe here: this process has pickled the record itself.
             found += groups_of(pickle.loads(dump()))
         except Exception:
-            # A version whose record looks otherwise: then less is known.
+            # Another version of PyTorch may have another form of record: then less is known.
             continue
     return found
 

@@ -49,17 +49,17 @@ class _Rank:
     gone_at: float = 0.0
     state: str = HERE
     quiet: StarvedClock | None = None
-    """Made when it has not been heard for a while: what of the time since then it could not run."""
+    """Made once the rank has not been heard for a while: how much of the time since then it got no processor."""
     mute_s: float = 0.0
     """For how long since then it could have run, and has said nothing: a thread holds Python's lock."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Suspicion:
-    """What seems to hang: since when, and how often each of its ranks had been heard, and starved, by then."""
+    """What seems to hang: for each of its ranks since when, and how often it had been heard, and starved, by then."""
 
-    since: float
-    then: dict[int, tuple[int, float]]
+    then: dict[int, tuple[float, int, float]]
+    """A rank may come to those that wait later than others."""
 
 
 @dataclass(kw_only=True)
@@ -73,7 +73,7 @@ class _Finding:
 
 
 def host_name() -> str:
-    """The same for processes that see each other's process numbers, and only for these."""
+    """A name that two processes have in common exactly where each sees the other's process number."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -83,7 +83,7 @@ def host_name() -> str:
 def process_state(pid: int) -> str:
     """Whether a process of this machine is here, stopped or gone."""
     with contextlib.suppress(OSError):
-        # Its name may have any character but ends with the last parenthesis.
+        # A process's name may have any character but ends with the last parenthesis.
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return STOPPED if letter in "Tt" else GONE if letter in "ZX" else HERE
     return GONE
@@ -187,7 +187,7 @@ class HangWatch:
         return SILENT if now - rank.heard - starved_s >= SILENT_HERE_S else HERE
 
     def _lost(self) -> list[int]:
-        """Who was lost first: others may have ended because of it, or been ended by what started the job."""
+        """The ranks that were lost first: others may have ended because of them, or been ended by the launcher."""
         gone = {number: rank.gone_at for number, rank in self._ranks.items() if rank.state == GONE}
         if gone:
             first = min(gone.values())
@@ -231,6 +231,7 @@ class HangWatch:
             self._find(DIFFERS, [rank for who, _ in each for rank in who], text, (DIFFERS, name, number), now)
             return
         behind = [rank for rank in mine if calls[rank] < most]
+        unheard = [rank for rank in ranks if rank not in mine]
         if not waiting or self._lost():
             return
         last = self._last_call(waiting[0], name)
@@ -240,9 +241,12 @@ class HangWatch:
         pulses = {rank: self._ranks[rank].pulse for rank in mine}
         key = (name, most)
         at = {rank: most for rank in waiting}
-        if behind:
-            text = f"{head}; {rank_words(behind)} {'has' if len(behind) == 1 else 'have'} not come: "
-            text += how_far(pulses, self._states(), behind, calls)
+        if behind or (unheard and len(waiting) == len(mine)):
+            missing = f"{rank_words(behind)} {'has' if len(behind) == 1 else 'have'} not come: " if behind else ""
+            text = f"{head}; {missing}{how_far(pulses, self._states(), behind, calls)}"
+            if unheard:
+                behind = [*behind, *unheard]
+                text += f"; nothing was ever heard of {rank_words(unheard)}"
             self._suspect(BEHIND, behind, text, (BEHIND, *key, tuple(behind)), now, waiting=at, group=name)
         elif len(waiting) == len(mine) and all(self._in_call(rank, name) for rank in waiting):
             text = f"{head}: all of its ranks have made the same calls, and it does not end"
@@ -284,14 +288,14 @@ class HangWatch:
         concerned = {rank: self._ranks[rank].pulse for rank in {*ranks, *waiting} if rank in self._ranks}
         self._suspected.add(key)
         if key not in self._suspicions:
-            then = {rank: (pulse.beat, pulse.starved_s) for rank, pulse in concerned.items()}
-            self._suspicions[key] = _Suspicion(since=now, then=then)
-            return
-        one = self._suspicions[key]
+            self._suspicions[key] = _Suspicion(then={})
+        then = self._suspicions[key].then
         for rank, pulse in concerned.items():
-            beat, starved_s = one.then.get(rank, (pulse.beat, pulse.starved_s))
+            then.setdefault(rank, (now, pulse.beat, pulse.starved_s))
+        for rank, pulse in concerned.items():
+            since, beat, starved_s = then[rank]
             known = self._ranks[rank]
-            ran_s = known.heard - one.since - (pulse.starved_s - starved_s)
+            ran_s = known.heard - since - (pulse.starved_s - starved_s)
             heard = pulse.beat >= beat + 2 and ran_s >= SURE_S
             if not heard and known.state == HERE and known.mute_s < MUTE_S:
                 return

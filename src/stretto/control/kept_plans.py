@@ -65,7 +65,7 @@ class _Heading(msgspec.Struct, frozen=True, kw_only=True):
     """What a kept plan is for; the rest of its file is passed over."""
 
     class Step(msgspec.Struct, frozen=True, kw_only=True):
-        """Of the recorded step."""
+        """The part of a kept plan's file about the recorded step."""
 
         identity: Identity = {}
 

@@ -29,7 +29,7 @@ class QuietHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nothing is said of who asks."""
+        """Do nothing, where the base class would print a line for each request."""
 
 
 def listen_locally(option: str, address: str, handler: type[QuietHandler]) -> tuple[ThreadingHTTPServer, str]:

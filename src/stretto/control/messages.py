@@ -74,11 +74,11 @@ class CapturedStep(msgspec.Struct, frozen=True, kw_only=True):
     motif_us: Annotated[float, Meta(ge=0, le=MAX_MOTIF_US)] = 0.0
     """What every motif costs beside what its bytes take: threads have to be woken up on all ranks."""
     key: Name = ""
-    """Under which a plan is kept for the next start of the job; empty: none is."""
+    """The key under which a plan is kept for the next start of the job; empty where no plan is kept."""
     own_times: Annotated[tuple[OwnTime, ...], Meta(max_length=MAX_TIMES)] = ()
     """What collectives of the job's own backend took, where plans run above it; then these are what motifs cost."""
     identity: Identity = {}
-    """What `key` stands for: what has to be the same at the next start, by what it is called."""
+    """The facts that `key` is a digest of, by name: a later start that has the same facts may use the kept plan."""
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,21 +87,21 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     protocol: Annotated[int, Meta(ge=0, le=1 << 16)] = PROTOCOL
     job: Name
     epoch: Number
-    """Of the job's start: ranks that are started again come back with a higher one."""
+    """The number of the job's start: ranks that are started again come back with a higher one."""
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
     size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
     beat: Number = 0
     digest: Name = ""
-    """Of the captured step; empty before there is one."""
+    """The digest of the captured step; empty before there is one."""
     ballot: Ballot | None = None
     committed: PlanId = PLAIN
     active: PlanId = PLAIN
     barred: Number = 0
-    """No plan up to this number will be switched to again: the training step left it."""
+    """The highest number of a plan that the training step no longer fits: no plan up to it is switched to again."""
     report: EnforcerReport | None = None
     captured: CapturedStep | None = None
     leaving: bool = False
-    """The last word of a rank that ends normally."""
+    """Whether this is the last message of a rank that ends normally."""
 
 
 class Nothing(msgspec.Struct, frozen=True, tag="nothing"):
@@ -109,7 +109,7 @@ class Nothing(msgspec.Struct, frozen=True, tag="nothing"):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare", kw_only=True):
-    """Check and load a plan, then vote; what runs is not disturbed."""
+    """The order to check and load a plan, then to vote; what runs is not disturbed."""
 
     plan: PlanId
     digest: Name
@@ -117,19 +117,19 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare", kw_only=True):
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit", kw_only=True):
-    """All have voted yes: the plan may be switched to when all ranks agree in band."""
+    """The news that all ranks have voted yes: they switch to the plan at an iteration that they agree on."""
 
     plan: PlanId
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", kw_only=True):
-    """Somebody has voted no: let go of what was prepared."""
+    """The order to let go of what was prepared, because a rank has voted no."""
 
     plan: PlanId
 
 
 class Profile(msgspec.Struct, frozen=True, tag="profile", kw_only=True):
-    """Record the training step again: this one fits no more."""
+    """The order to record the training step again, because the recorded one fits no more."""
 
     digest: Name
 
@@ -147,32 +147,32 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecallRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 asks before it would record: is anything known of a job like this?"""
+    """The question of rank 0, before it records, whether a plan is kept for a job like this one."""
 
     protocol: Annotated[int, Meta(ge=0, le=1 << 16)] = PROTOCOL
     key: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
     identity: Identity = {}
-    """What the key stands for."""
+    """The facts that the key is a digest of."""
 
 
 class HushRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What `stretto run` says when a signal is to end its job: ranks that go from here on are no hang."""
+    """The news from `stretto run` that a signal ends its job, so that ranks that leave from now on are no hang."""
 
     protocol: Annotated[int, Meta(ge=0, le=1 << 16)] = PROTOCOL
     job: Name
 
 
 class RecallReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The step and the cluster that a plan is kept for; None where none is."""
+    """The answer to `RecallRequest`: the step and the cluster that a plan is kept for; None where no plan is kept."""
 
     captured: CapturedStep | None = None
     on_own: bool = False
     why: Line = ""
-    """Why there is none."""
+    """Why no plan is kept."""
 
 
 class StatusRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What `stretto status` asks."""
+    """The question of `stretto status`."""
 
     protocol: Annotated[int, Meta(ge=0, le=1 << 16)] = PROTOCOL
 
@@ -220,7 +220,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     phase: str
     about: str
-    """What happened last."""
+    """The last thing that happened to the job, in words."""
     plan: PlanId
     plan_name: str
     digest: str
@@ -231,17 +231,17 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     replans: int
     ranks: tuple[RankStatus, ...]
     motifs: tuple[MotifStatus, ...] = ()
-    """Of the active plan, or of the last one that was."""
+    """The motifs of the active plan, or of the plan that was active last."""
     motifs_plan: PlanId = PLAIN
-    """Whose motifs these are."""
+    """The plan that `motifs` belong to."""
     split: GainSplit = GainSplit()
-    """What was gained over the unchanged job, and by what."""
+    """The gain over the unchanged job, divided between our backend and the plan."""
     recorded: tuple[ReportSpan, ...] = ()
-    """The step as it was recorded, of rank 0."""
+    """The step of rank 0 as it was recorded."""
     before: tuple[ReportSpan, ...] = ()
-    """The same in plain order on our backend, as it is predicted."""
+    """The step as it is predicted in plain order on our backend."""
     after: tuple[ReportSpan, ...] = ()
-    """The same under the plan of `motifs`, as it is predicted."""
+    """The step as it is predicted under the plan of `motifs`."""
     about_recorded: str = ""
     """The workload in words, with its digest."""
     held_us: float = 0.0
@@ -262,10 +262,10 @@ class HangStatus(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     """gone, stopped, silent, differs (ranks call different things), behind (a rank does not come) or stuck."""
     ranks: tuple[int, ...]
-    """Whose it is, as far as that is known."""
+    """The ranks that caused the hang, as far as they are known."""
     text: str
     went_on_s: float = 0.0
-    """After so many seconds it went on by itself; 0: it did not."""
+    """The seconds after which the job went on by itself; 0 where it did not."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -283,7 +283,7 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """From the wire; raises `InvalidInput`."""
+    """A message of this kind from bytes; raises `InvalidInput` where the bytes hold anything else."""
     try:
         return msgspec.msgpack.decode(data, type=typed(kind))
     except (msgspec.DecodeError, RecursionError) as error:
@@ -331,7 +331,7 @@ def encode_captured(
 
 
 def decode_captured(captured: CapturedStep) -> tuple[Workload, Cluster]:
-    """Checked as files from outside are."""
+    """The workload and the cluster of a captured step, checked as files from outside are."""
     return (
         workload_files.loads(captured.workload, where="workload"),
         cluster_files.loads(captured.cluster, where="cluster"),

@@ -154,7 +154,7 @@ class OwnCosts:
             sent *= min(motion.window[1] / max(ranks - 1, 1), 1.0)
 
         def alike(timed: int, line: _Line) -> float:
-            """As many bytes sent by a rank, with the latency of so many more or fewer steps."""
+            """The time by a line of `timed` ranks, for equal bytes sent by a rank and latency scaled to steps."""
             us = line.at(sent / share_of_bytes(kind, timed))
             steps = max(ranks - 1, 1) / max(timed - 1, 1)
             return us + line.times_us[0] * (steps - 1.0) if kind != "send" else us

@@ -69,10 +69,13 @@ class PulseSender:
         self._link.close()
 
     def _loop(self) -> None:
-        while not self._ending.wait(EVERY_S):
+        # The first one at once: a rank that is stopped a moment later is known by it.
+        while True:
             # A controller that is gone, or does not know pulses, is no reason to say anything here: the agent does.
             with contextlib.suppress(StrettoError):
                 self._beat_once()
+            if self._ending.wait(EVERY_S):
+                return
 
     def _beat_once(self, *, leaving: bool = False) -> None:
         self._beat += 1

@@ -28,11 +28,16 @@ class ReportSpan(msgspec.Struct, frozen=True, kw_only=True):
     start_us: float
     duration_us: float
     phase: str = ""
-    """Of the training step ("forward", ...), where it is compute."""
+    """The phase of the training step ("forward", ...) that a span of compute belongs to."""
     comm: bool = False
 
 
 def recorded_spans(workload: Workload) -> tuple[ReportSpan, ...]:
+    """The step of the first rank with its recorded durations, as far as a page shows it."""
+    return replayed(workload)[:MAX_SPANS]
+
+
+def replayed(workload: Workload) -> tuple[ReportSpan, ...]:
     """The step of the first rank with its recorded durations, everything as early as it may begin."""
     place = 0
     ends: dict[str, float] = {}
@@ -52,7 +57,7 @@ def recorded_spans(workload: Workload) -> tuple[ReportSpan, ...]:
         spans.append(
             ReportSpan(track=track, name=op.name, start_us=start_us, duration_us=us, phase=phase, comm=op.is_comm)
         )
-    return tuple(spans[:MAX_SPANS])
+    return tuple(spans)
 
 
 def schedule_spans(schedule: StepSchedule, problem: PlanProblem) -> tuple[ReportSpan, ...]:

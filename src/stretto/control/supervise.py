@@ -324,7 +324,7 @@ class SupervisedJob:
             if view.ballot is not None and view.ballot.plan == proposal and not view.ballot.yes
         ]
         if not refusals and self._answer is not None:
-            # Nobody refused it: its number was taken.
+            # No rank refused the plan; only its number was taken, so it is given out under a new one.
             self._give_out(remember)
             return
         self._refusals += 1
@@ -377,7 +377,7 @@ class SupervisedJob:
         }
         shown, report = self._last_motifs or (PLAIN, None)
         if active.number and active.hash in self._shown and active != shown:
-            # It has just become active, and nothing of it is measured.
+            # The plan has just become active, and none of its motifs is measured yet.
             shown, report = active, None
         return JobStatus(
             job=self.name, epoch=self.job.epoch, size=len(self.job.ranks), phase=self.job.phase, about=self._told(),

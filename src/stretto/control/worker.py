@@ -39,6 +39,8 @@ PARENT_S = 0.5
 """Between two looks whether the controller still lives."""
 SPARE_S = 300.0
 """How long beyond its budget a planner may take before it is given up."""
+LOOK_S = 0.05
+"""A planner looks for so many seconds of its own time how much of a processor it gets."""
 TOOK_TOO_LONG = "the planner took too long"
 
 
@@ -51,7 +53,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     factors: dict[str, float] = {}
     current: tuple[bytes, str] | None = None
     plain: bool = False
-    """Not the best plan but the order of the application."""
+    """Whether the order of the application is wanted instead of the best plan."""
 
 
 class PlanReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +68,7 @@ class PlanReply(msgspec.Struct, frozen=True, kw_only=True):
     plain_spans: tuple[ReportSpan, ...] = ()
     """Plain order as it is predicted."""
     plan_spans: tuple[ReportSpan, ...] = ()
-    """The same of the plan."""
+    """The plan as it is predicted."""
 
 
 class Planning(Protocol):
@@ -87,7 +89,7 @@ def costs_of(captured: CapturedStep, factors: dict[str, float]) -> CostModel:
     if not captured.own_times:
         return RefinedCosts(simulated_costs(cluster), factors, captured.motif_us)
     # Measured times have what every call costs in them.
-    own_us = MOTIF_US if captured.own_times[0].library == NCCL else 0.0
+    own_us = MOTIF_US if _above_nccl(captured) else 0.0
     return RefinedCosts(OwnCosts(cluster, captured.own_times), factors, own_us)
 
 
@@ -95,7 +97,14 @@ def answer(ask: PlanRequest) -> PlanReply:
     """Plan in this process, and return the answer."""
     workload, cluster = decode_captured(ask.captured)
     costs = costs_of(ask.captured, ask.factors)
-    made = api.plan(workload, cluster, budget_s=ask.budget_s, seed=ask.seed, costs=costs)
+    made = api.plan(
+        workload,
+        cluster,
+        budget_s=patient_s(ask.budget_s),
+        seed=ask.seed,
+        costs=costs,
+        link_turns=not _above_nccl(ask.captured),
+    )
     plan = to_plan(PLAIN, made.plain, made.problem, cluster) if ask.plain else made.plan
     current_us = 0.0
     if ask.current is not None:
@@ -109,6 +118,20 @@ def answer(ask: PlanRequest) -> PlanReply:
         current_us=current_us, plain_spans=schedule_spans(made.plain, made.problem),
         plan_spans=schedule_spans(made.plain if ask.plain else made.schedules[SYSTEM], made.problem),
     )  # fmt: skip
+
+
+def patient_s(budget_s: float) -> float:
+    """The budget in seconds of a processor that a job may have: nobody waits for a plan that is made beside it."""
+    wall, own = time.monotonic(), time.thread_time()
+    while time.thread_time() - own < LOOK_S:
+        pass
+    rate = min(LOOK_S / max(time.monotonic() - wall, LOOK_S), 1.0)
+    return max(budget_s, min(budget_s / rate, SPARE_S / 2))
+
+
+def _above_nccl(captured: CapturedStep) -> bool:
+    """Whether GPUs carry out the plan, whose streams no rank holds back for another one's."""
+    return bool(captured.own_times) and captured.own_times[0].library == NCCL
 
 
 def plan_of(answer: PlanReply) -> Plan:

@@ -81,7 +81,7 @@ class _Routes:
     rate: NDArray[np.float64]
     """The rate of each link."""
     hops: Ints
-    """Of each pair, row by row: its links; 0 on the diagonal."""
+    """The number of links between the devices of each pair, row by row; 0 on the diagonal."""
     alpha_us: NDArray[np.float64]
     passes_devices: NDArray[np.bool_]
 

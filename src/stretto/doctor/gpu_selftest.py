@@ -42,7 +42,7 @@ class SelfTestRow(msgspec.Struct, frozen=True, kw_only=True):
     us: float
     """Median of the slowest rank, in a CUDA graph."""
     nccl_us: float
-    """The same call by NCCL; 0 where NCCL was not asked, or could not."""
+    """The time of the same call by NCCL; 0 where NCCL was not asked, or could not run it."""
     error: str = ""
     memory: str = "staged"
     """Whether tensors went through slots, or were used where they lie ("symmetric")."""

@@ -29,7 +29,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 IN_PLACE = ("all_reduce", "broadcast", "reduce")
 WHOLE = ("int8", "uint8", "bool")
-"""Of these only sums are tried: products and averages of the others are exact."""
+"""Types of which only sums are tried; products and averages are tried with other types, where they are exact."""
 ALL_DTYPES_UP_TO = 1 << 20
 """Larger messages are sent as the first type only: all types move the same bytes."""
 

@@ -13,7 +13,7 @@ import torch
 from ..runtime.probe.mscclpp_ranks import graph_times_us
 
 cuda: Any = torch.cuda
-"""Its events and graphs have no types."""
+"""`torch.cuda` as `Any`: its events and graphs have no types."""
 WARM_CALLS = 3
 
 

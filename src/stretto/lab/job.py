@@ -24,7 +24,7 @@ LONGEST_LINE = 64 << 10
 TIMED_OUT = 124
 
 TAIL_CHARACTERS = 3000
-"""So much of what a rank wrote is repeated where it failed."""
+"""The characters at the end of a failed rank's output that are repeated in the error."""
 OnLine = Callable[[int, str, str], None]
 """Called with a rank, ``stdout`` or ``stderr``, and a line."""
 

@@ -13,7 +13,7 @@ from typing import Self
 from ..cluster import Cluster
 from ..errors import InvalidInput, unknown
 from .job import LabJob, LabResult, OnLine
-from .layout import LabLayout, lab_rate
+from .layout import TCP_CONTROL, LabLayout, lab_rate
 from .network import LabNetwork, tool
 from .processes import ABOUT, LAB, RATES, new_name
 
@@ -35,7 +35,7 @@ class Lab:
             every host, or is a list with commas, one rate per host. None: one channel ``eth`` of 1 Gbit/s.
         order: how ranks are dealt to hosts: ``host`` (0..3 on the first host of four) or ``interleaved`` (round robin).
         shaper: the kernel's queueing discipline that limits the rates: ``tbf`` or ``htb``.
-        tcp: the congestion control of the hosts, as ``reno``, ``cubic`` or ``bbr``; None leaves the machine's own.
+        tcp: the congestion control of the hosts: ``reno``, ``cubic``, ``bbr``; ``machine`` leaves the machine's own.
 
     Raises:
         InvalidInput: an argument is out of range or names an unknown choice.
@@ -50,7 +50,7 @@ class Lab:
         uplinks: Mapping[str, str] | None = None,
         order: str = "host",
         shaper: str = "tbf",
-        tcp: str | None = None,
+        tcp: str = TCP_CONTROL,
     ) -> None:
         self.layout = LabLayout.of(
             hosts=hosts, ranks_per_host=ranks_per_host, uplinks=uplinks, order=order, shaper=shaper, tcp=tcp

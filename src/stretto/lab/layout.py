@@ -15,6 +15,9 @@ from ..units import counted, parse_rate
 ORDERS = ("host", "interleaved")
 SHAPERS = ("tbf", "htb")
 DEFAULT_UPLINKS = {"eth": "1gbit"}
+TCP_CONTROL, MACHINE = "reno", "machine"
+"""The congestion control that hosts have unless another is asked for, and the word for the machine's own. Reno is in
+every kernel, and keeps a shaped link busy; BBR leaves links idle that one connection has left (docs/lab.md)."""
 MAX_HOSTS = 32
 MAX_RANKS_PER_HOST = 64
 MAX_RANKS = 256
@@ -96,7 +99,7 @@ class LabLayout:
     order: str
     shaper: str
     channels: tuple[LabChannel, ...]
-    tcp: str = ""
+    tcp: str = TCP_CONTROL
 
     @classmethod
     def of(
@@ -107,7 +110,7 @@ class LabLayout:
         uplinks: Mapping[str, str] | None = None,
         order: str = "host",
         shaper: str = "tbf",
-        tcp: str | None = None,
+        tcp: str = TCP_CONTROL,
     ) -> LabLayout:
         """A checked layout.
 
@@ -118,7 +121,7 @@ class LabLayout:
                 None: one channel ``eth`` of 1 Gbit/s.
             order: one of `ORDERS`: ``host`` fills host after host, ``interleaved`` deals ranks round robin.
             shaper: one of `SHAPERS`.
-            tcp: the congestion control of the hosts, as ``reno``; None leaves the machine's own.
+            tcp: the congestion control of the hosts, such as ``reno``; ``machine`` leaves the machine's own.
 
         Returns:
             The layout, with every rate in bits per second.
@@ -134,15 +137,15 @@ class LabLayout:
         for what, name, choices in (("order", order, ORDERS), ("shaper", shaper, SHAPERS)):
             if name not in choices:
                 raise InvalidInput(f"{what}: {unknown(what, name, choices)}")
-        if tcp is not None and not re.fullmatch("[a-z][a-z0-9_]{0,14}", tcp):
-            raise InvalidInput(f"tcp: {tcp!r} is no name of a congestion control, such as reno, cubic or bbr")
+        if not re.fullmatch("[a-z][a-z0-9_]{0,14}", tcp):
+            raise InvalidInput(f"tcp: {tcp!r} is no name of a congestion control, such as reno, cubic, bbr or machine")
         wanted = dict(uplinks or DEFAULT_UPLINKS)
         if len(wanted) > MAX_CHANNELS:
             raise InvalidInput(f"uplink: at most {MAX_CHANNELS} channels, not {len(wanted)}")
         channels = (_channel(name, at, rates, hosts) for at, (name, rates) in enumerate(wanted.items()))
         return cls(
             hosts=hosts, ranks_per_host=ranks_per_host, order=order, shaper=shaper, channels=tuple(channels),
-            tcp=tcp or "",
+            tcp=tcp,
         )  # fmt: skip
 
     @property
@@ -223,7 +226,8 @@ class LabLayout:
     def summary(self) -> str:
         """Hosts, ranks, order, rates and shaper in one line of text."""
         order = "host order" if self.order == "host" else self.order
-        how = f"{self.shaper}, TCP {self.tcp}" if self.tcp else self.shaper
+        own = "the machine's TCP" if self.tcp == MACHINE else f"TCP {self.tcp}"
+        how = self.shaper if self.tcp == TCP_CONTROL else f"{self.shaper}, {own}"
         ranks = counted(self.ranks_per_host, "rank")
         return f"{counted(self.hosts, 'host')} x {ranks}, {order}, {self.rates} ({how})"
 

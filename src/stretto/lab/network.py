@@ -53,8 +53,9 @@ printf '%s' "$2" > /dev/shm/hosts
 mount --bind /dev/shm/hosts /etc/hosts
 rm /dev/shm/hosts
 if [ -e /proc/sys/net/ipv6/conf/all/disable_ipv6 ]; then echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6; fi
-if [ -n "$3" ] && ! { echo "$3" > /proc/sys/net/ipv4/tcp_congestion_control; } 2> /dev/null; then
-  echo "the kernel lets hosts choose $(cat /proc/sys/net/ipv4/tcp_allowed_congestion_control), not TCP $3"
+if [ "$3" != machine ] && ! { echo "$3" > /proc/sys/net/ipv4/tcp_congestion_control; } 2> /dev/null; then
+  echo "the kernel lets hosts choose $(cat /proc/sys/net/ipv4/tcp_allowed_congestion_control), not TCP $3;" \
+    "--tcp machine takes its own"
   exit 1
 fi
 """

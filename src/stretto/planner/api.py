@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,11 +24,13 @@ from .baselines import BASELINES, REDUCE_FROM, Effort, Systems
 from .candidates import with_retiming
 from .costs.costs import CostModel, SimulatedCosts, simulated_costs
 from .costs.providers import providers_for
+from .in_turns import turns_note
 from .judge import PlanJudge, SystemSchedules
-from .plan import MAX_PROGRAM_CHARS, PLAIN, MotifPlan, OpPlan, Plan, ProgramPlan
+from .plan import MAX_PROGRAM_CHARS, PLAIN, MotifPlan, OpPlan, Plan, ProgramPlan, TurnPlan
 from .plan import SYSTEM as SYSTEM
 from .reasons import reasons
 from .schedule.branch import branched
+from .schedule.link_turns import LinkTurn
 from .schedule.problem import PlanProblem
 from .schedule.schedule import Scheduler, StepSchedule
 from .schedule.search import Progress as Searching
@@ -39,17 +41,19 @@ ROUNDING = 1e-9
 """How far, as a share, sums of the same times in another order may lie apart."""
 COSTING_SHARE = 0.4
 """The share of the budget after which no further options are costed."""
-LEAST_COSTING_S = 2.0
+LEAST_COSTING_S, MOST_COSTING_SHARE, MOST_COSTING_S = 2.0, 0.6, 5.0
+"""Seconds of this thread's own time for costing, even after that share, but neither after the second one nor, on small
+budgets, for more seconds than these: steps of up to 4,000 ops then have their options on a busy machine, too, such as
+one whose processors all train."""
 LEAST_SEARCH_S = 0.2
-"""Seconds for costing and for the search on any budget, the former of this thread's own time: steps of up to 4,000 ops
-then have all their options on a busy machine, too, such as one whose processors all train."""
+"""Seconds for the search on any budget."""
 BASELINES_SHARE = 0.3
 """The share of the time that is then left for the baselines, which share it evenly; the rest is the search's."""
 JUDGING_SHARE = 0.1
 """The share of the budget at its end in which candidates are re-timed."""
-JUDGING_OWN_SHARE = 0.03
-"""The share of the budget that re-timing, and a walk over options link by link, may each take of this thread's own
-time where the machine gives less than that before the budget ends."""
+JUDGING_OWN_SHARE, MOST_JUDGING_SHARE = 0.06, 0.4
+"""Where the machine gives little processor time, candidates are re-timed for longer: as long as it takes to get the
+first share of the budget as processor time, at the rate seen so far, but no longer than the second."""
 WRITING_TIMES = 7.0
 """To write out, check and re-time the plan of a large step takes so many times as long as to make its smaller one."""
 URGENT = ("fifo", "syndicate", "s_exec", "s_sched", "nccl_ring", "nccl_tree", "bytescheduler+", "hand_optimised")
@@ -147,6 +151,7 @@ def plan(
     retime: bool = True,
     least_gain: float = 0.0,
     branches: int = 0,
+    link_turns: bool = True,
     progress: Progress | None = None,
 ) -> PlanResult:
     """Plan the communication of a training step: all choices together, beside every baseline and a lower bound.
@@ -175,6 +180,8 @@ def plan(
         branches: number of bounds, >= 0, by which the lower bound is raised where it lies below the plan: options of
             comm-ops are divided, so that none is taken in shares (`schedule.branch`). Not in the budget; steps of more
             than 4,000 ops have none.
+        link_turns: whether motifs of different groups that share links of their hosts may wait for each other, where
+            that is faster link by link (`in_turns`). Carriers of CPU tensors keep such turns, NCCL's does not.
         progress: called with a description of the current work and the share of it that is done.
 
     Returns:
@@ -199,13 +206,15 @@ def plan(
             retime,
             least_gain,
             branches,
+            link_turns,
             progress,
         )
 
 
 def _plan(
     workload: Workload, cluster: Cluster, budget_s: float, steps: int | None, seed: int, model: CostModel,
-    systems: tuple[str, ...], retime: bool, least_gain: float, branches: int, progress: Progress | None,
+    systems: tuple[str, ...], retime: bool, least_gain: float, branches: int, link_turns: bool,
+    progress: Progress | None,
 ) -> PlanResult:  # fmt: skip
     tell = progress or (lambda message, fraction: None)
     time_left = _Budget(budget_s, limited=steps is None)
@@ -213,6 +222,7 @@ def _plan(
     least_s = LEAST_COSTING_S if len(workload.ops) <= REDUCE_FROM else 0.0
     problem = make_problem(
         workload, cluster, model, until=time_left.until(COSTING_SHARE), least_s=least_s,
+        latest=time_left.until(MOST_COSTING_SHARE, least_s=MOST_COSTING_S),
         progress=lambda share: tell("costing options", share),
     )  # fmt: skip
     compared = Systems(problem)
@@ -224,8 +234,7 @@ def _plan(
         start=tuple(starts.values()), progress=lambda state: tell(_words(state), _fraction(state, steps)),
     )  # fmt: skip
     until = (time_left.until(1.0) or float("inf")) - writing_s
-    own_s = JUDGING_OWN_SHARE * budget_s
-    judge = PlanJudge(compared=compared, cluster=cluster, costs=model, until=until, own_s=own_s)
+    judge = PlanJudge(compared=compared, cluster=cluster, costs=model, until=until, link_turns=link_turns)
     if retime:
         tell("re-timing link by link", 0.0)
     name, best, link_level_us, notes = judge.chosen(found, starts, retime, least_gain, steps)
@@ -233,7 +242,7 @@ def _plan(
         tell("dividing options for the bound", 0.0)
         higher = branched(problem, found.bound, min(best.us, best.schedule.period_us), branches=branches)
         found = replace(found, bound=higher)
-    plain = to_plan(name, best.schedule, problem, cluster)
+    plain = to_plan(name, best.schedule, problem, cluster, turns=best.turns)
     # A plan at the bound may lie below it by a rounding error.
     rounded = min(found.bound.us, max(plain.iteration_us, found.bound.us * (1 - ROUNDING)))
     made = replace(
@@ -242,6 +251,8 @@ def _plan(
         seed=seed, made_by=f"stretto search: {found.evaluations} evaluations, {found.why_stopped}",
         notes=(*compared.notes, *notes),
     )  # fmt: skip
+    if best.turns:
+        made = replace(made, notes=(*made.notes, turns_note(best)))
     made = with_retiming(with_programs(made, best.schedule, problem, model), best)
     overrun = time_left.overrun()
     made = replace(made, notes=(*made.notes, *overrun)) if overrun else made
@@ -307,10 +318,11 @@ class _Budget:
         self._begun, self._budget_s, self.limited = time.monotonic(), budget_s, limited
         self._own_begun = time.process_time()
         self._judging_s = JUDGING_SHARE * budget_s
+        self._own_share = JUDGING_OWN_SHARE
 
-    def until(self, share: float) -> float | None:
-        """The moment at which this share of the budget is spent; None without a limit."""
-        return self._begun + share * self._budget_s if self.limited else None
+    def until(self, share: float, *, least_s: float = 0.0) -> float | None:
+        """The moment at which this share of the budget is spent, or so many seconds; None without a limit."""
+        return self._begun + max(share * self._budget_s, least_s) if self.limited else None
 
     def seconds(self, share: float, *, least_s: float = 1e-3) -> float:
         """Seconds until this share of the budget is spent; at least a few."""
@@ -320,7 +332,7 @@ class _Budget:
         """Seconds to keep for writing out the plan of a large step, told by how long it took to make it smaller."""
         if not compared.reduces:
             return 0.0
-        begun = time.monotonic()
+        begun, self._own_share = time.monotonic(), 0.0
         _ = compared.own
         writing_s = WRITING_TIMES * (time.monotonic() - begun)
         self._judging_s += writing_s
@@ -328,7 +340,10 @@ class _Budget:
 
     def for_search(self) -> float:
         """Seconds until candidates have to be judged."""
-        return max(self.seconds(1.0) - self._judging_s, LEAST_SEARCH_S)
+        wall_s = max(time.monotonic() - self._begun, 1e-6)
+        rate = min(max((time.process_time() - self._own_begun) / wall_s, 1e-3), 1.0)
+        own_s = min(self._own_share / rate, MOST_JUDGING_SHARE) * self._budget_s
+        return max(self.seconds(1.0) - max(self._judging_s, own_s), LEAST_SEARCH_S)
 
     def overrun(self) -> tuple[str, ...]:
         """A note where the budget did not last, with the processor time that the machine gave meanwhile."""
@@ -409,7 +424,9 @@ def with_programs(plan: Plan, schedule: StepSchedule, problem: PlanProblem, cost
     return replace(plan, programs=programs, notes=(*plan.notes, *notes)) if programs or notes else plan
 
 
-def to_plan(name: str, schedule: StepSchedule, problem: PlanProblem, cluster: Cluster) -> Plan:
+def to_plan(
+    name: str, schedule: StepSchedule, problem: PlanProblem, cluster: Cluster, *, turns: Sequence[LinkTurn] = ()
+) -> Plan:
     """A schedule written down as a plan.
 
     Args:
@@ -417,6 +434,7 @@ def to_plan(name: str, schedule: StepSchedule, problem: PlanProblem, cluster: Cl
         schedule: the schedule.
         problem: the problem that the schedule solves.
         cluster: the cluster.
+        turns: the turns on links that motifs of different groups take.
 
     Returns:
         The plan, without bound, baselines and programs.
@@ -451,6 +469,24 @@ def to_plan(name: str, schedule: StepSchedule, problem: PlanProblem, cluster: Cl
         name=name, workload=workload.name, workload_digest=workload.digest, cluster=cluster.name,
         cluster_digest=cluster.digest, ops=tuple(ops), iteration_us=schedule.period_us, serial=schedule.serial,
         costs=problem.costs,
+        link_turns=tuple(
+            TurnPlan(
+                op=workload.ops[turn.op].name, motif=turn.task, behind=workload.ops[turn.behind_op].name,
+                behind_motif=turn.behind_task, lag=turn.lag,
+            )
+            for turn in turns
+        ),
+    )  # fmt: skip
+
+
+def turns_in(plan: Plan, workload: Workload) -> tuple[LinkTurn, ...]:
+    """The turns on links of a plan, as re-timing takes them."""
+    return tuple(
+        LinkTurn(
+            op=workload.index[turn.op], task=turn.motif, behind_op=workload.index[turn.behind],
+            behind_task=turn.behind_motif, lag=turn.lag,
+        )
+        for turn in plan.link_turns
     )  # fmt: skip
 
 

@@ -354,7 +354,7 @@ def syndicate(run: BaselineRun) -> StepSchedule:
 def _chain(run: BaselineRun, discipline: str) -> StepSchedule:
     """SYNDICATE's own search, with as many steps as the effort allows."""
     scheduler, effort = run.scheduler, run.effort
-    scheduler.bound()
+    scheduler.bound(quick=True)
     begun = time.monotonic()
     scheduler.evaluate(_defaults(run.problem), discipline=discipline)
     each_s = max(time.monotonic() - begun, 1e-6)

@@ -17,6 +17,7 @@ from ..errors import Infeasible
 from ..units import format_us
 from .costs.costs import CostModel
 from .plan import Plan
+from .schedule.link_turns import LinkTurn
 from .schedule.problem import PlanProblem
 from .schedule.retime import RetimedPlan, retime
 from .schedule.schedule import Scheduler, StepSchedule, check_order
@@ -37,6 +38,8 @@ class PlanCandidate:
     retimed: RetimedPlan | None = None
     why_not: str = ""
     """The reason why it could not be re-timed."""
+    turns: tuple[LinkTurn, ...] = ()
+    """Turns on links that it keeps."""
 
     @property
     def us(self) -> float:
@@ -53,13 +56,11 @@ class LinkLevelJudge:
     costs: CostModel
     until: float = float("inf")
     """The moment (`time.monotonic`) after which only the first candidate is still re-timed."""
-    own_s: float = 0.0
-    """Seconds of this thread's own time for which candidates are re-timed even then."""
 
     def retimed(self, candidate: PlanCandidate) -> PlanCandidate:
         """The candidate with its re-timed iteration, or the reason why there is none."""
         try:
-            found = retime(candidate.schedule, self.problem, self.cluster, self.costs)
+            found = retime(candidate.schedule, self.problem, self.cluster, self.costs, turns=candidate.turns)
         except Infeasible as error:
             return replace(candidate, why_not=str(error))
         return replace(candidate, retimed=found)
@@ -71,12 +72,10 @@ class LinkLevelJudge:
         """
         shared = any(task.shared for some in self.problem.options.values() for option in some for task in option.tasks)
         first, *others = sorted(candidates, key=lambda one: one.schedule.period_us)
-        own_until = time.thread_time() + self.own_s
         best = self.retimed(first)
         known = {best.name: best.us} if best.retimed else {}
         for other in others if best.retimed is not None else ():
-            late = time.monotonic() > self.until and time.thread_time() > own_until
-            if late or other.schedule.period_us > (NEAR_SHARING if shared else NEAR) * best.us:
+            if time.monotonic() > self.until or other.schedule.period_us > (NEAR_SHARING if shared else NEAR) * best.us:
                 break
             other = self.retimed(other)
             if other.retimed is not None:

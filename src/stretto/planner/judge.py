@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..cluster import Cluster
 from ..errors import Infeasible
@@ -13,6 +13,7 @@ from .baselines import DEFAULTS, Systems
 from .candidates import NEAR_SHARING, LinkLevelJudge, PlanCandidate, feedable
 from .correction import differs, in_turns_note, searched_again
 from .costs.costs import CostModel
+from .in_turns import LEAST_GAIN, TurnWalk
 from .on_links import LinkWalk
 from .plan import PLAIN, SYSTEM
 from .schedule.problem import PlanProblem
@@ -31,9 +32,8 @@ class PlanJudge:
     cluster: Cluster
     costs: CostModel
     until: float = float("inf")
-    own_s: float = 0.0
-    """Seconds of this thread's own time for re-timing candidates, and as many for a walk, whatever the clock says; not
-    for large steps."""
+    link_turns: bool = True
+    """Whether motifs of different groups may wait for their turns on links."""
 
     def chosen(
         self,
@@ -69,8 +69,11 @@ class PlanJudge:
             best, link_level_us = judge.best(offered)
             first = best
             best = self._walked(best, judge, steps, found)
+            in_turns = self._in_turns(best, offered, judge, steps, found)
             again = None if steps is None else max(1, steps // 2)
             best = searched_again(best, judge, name=SYSTEM, steps=again, seed=found.seed)
+            if in_turns.turns and in_turns.us < best.us * (1 - LEAST_GAIN):
+                best = in_turns
             if best is not first and differs(first):
                 notes += (in_turns_note(first),)
             link_level_us[best.name] = min(best.us, link_level_us.get(best.name, best.us))
@@ -94,7 +97,26 @@ class PlanJudge:
         walk = LinkWalk(judge, self.compared.own, seed=found.seed)
         most = MAX_WALK if steps is None else min(MAX_WALK, steps // WALK_STEPS)
         until = float("inf") if steps is not None else (time.monotonic() + judge.until) / 2
-        return walk.best(best, name=SYSTEM, most=most, until=until, own_s=self.own_s, bound_us=found.bound.us)
+        return walk.best(best, name=SYSTEM, most=most, until=until, bound_us=found.bound.us)
+
+    def _in_turns(
+        self,
+        best: PlanCandidate,
+        offered: list[PlanCandidate],
+        judge: LinkLevelJudge,
+        steps: int | None,
+        found: SearchResult,
+    ) -> PlanCandidate:
+        """The best plan in which motifs of different groups take turns on links; not of large steps."""
+        if not self.link_turns or self.compared.reduces or best.retimed is None or not best.retimed.meeting:
+            return best
+        most = MAX_WALK if steps is None else min(MAX_WALK, steps // WALK_STEPS)
+        until = float("inf") if steps is not None else (time.monotonic() + judge.until) / 2
+        walk = TurnWalk(judge, seed=found.seed)
+        return walk.best(
+            best, [replace(one, name=SYSTEM) for one in offered if one.name == SYSTEM], most=most, until=until,
+            bound_us=found.bound.us,
+        )  # fmt: skip
 
     def _whole(self, best: PlanCandidate, retimes: bool) -> PlanCandidate:
         if not self.compared.reduces:
@@ -114,8 +136,7 @@ class PlanJudge:
         """Re-times schedules of the step as it is, or as stock systems see it."""
         if self.compared.reduces:
             problem = self.compared.step().exact(problem, self.costs)
-        own_s = 0.0 if self.compared.reduces else self.own_s
-        return LinkLevelJudge(problem=problem, cluster=self.cluster, costs=self.costs, until=self.until, own_s=own_s)
+        return LinkLevelJudge(problem=problem, cluster=self.cluster, costs=self.costs, until=self.until)
 
     def _gain(self, best: PlanCandidate) -> float:
         """The share of plain order's iteration that a candidate saves; both re-timed, or neither."""
@@ -139,7 +160,7 @@ class SystemSchedules(Mapping[str, StepSchedule]):
         return self._whole[name]
 
     def for_tables(self) -> dict[str, StepSchedule]:
-        """The same without times of single ops, at once for a large step, too."""
+        """The schedules without times of single ops, which come at once for a large step, too."""
         if not self._compared.reduces:
             return dict(self)
         small = {n: self._compared.step(n in DEFAULTS).with_figures(one) for n, one in self._small.items()}

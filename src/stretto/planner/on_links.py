@@ -47,9 +47,7 @@ class LinkWalk:
         self.retimed = 0
         """The number of plans that were re-timed."""
 
-    def best(
-        self, begin: PlanCandidate, *, name: str, most: int, until: float, bound_us: float, own_s: float = 0.0
-    ) -> PlanCandidate:
+    def best(self, begin: PlanCandidate, *, name: str, most: int, until: float, bound_us: float) -> PlanCandidate:
         """The best plan of the walk, or the one from which it begins.
 
         Args:
@@ -58,19 +56,16 @@ class LinkWalk:
             most: the number of plans that are re-timed.
             until: the moment (`time.monotonic`) at which the walk ends.
             bound_us: a time that no plan beats; a plan that has it ends the walk.
-            own_s: seconds of this thread's own time for which the walk goes on even then.
 
         Returns:
             The candidate, re-timed.
         """
         if not self._sharing or begin.schedule.serial:
             return begin
-        own_until = time.thread_time() + own_s
         known = {begin.schedule.choice}
         best = now = begin
         for _ in range(TRIES * most):
-            late = time.monotonic() > until and time.thread_time() > own_until
-            if late or self.retimed >= most or best.us <= bound_us * (1 + 1e-9):
+            if time.monotonic() > until or self.retimed >= most or best.us <= bound_us * (1 + 1e-9):
                 break
             choice = self._changed(now.schedule.choice)
             if choice in known:

@@ -26,6 +26,7 @@ VERSION = 1
 MAX_MOTIFS = 1_000_000
 MAX_AHEAD = 64
 MAX_PROGRAM_CHARS = 16 << 20
+NO_TURNS = b',"link_turns":[]}'
 LIMIT = 1e18
 """Upper limit of times and sizes."""
 
@@ -83,6 +84,22 @@ class ProgramPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TurnPlan:
+    """A motif has its turn on the links of its hosts when another group's motif has ended there.
+
+    Motif number `motif` of comm-op `op` waits, in each iteration, until motif number `behind_motif` of `behind`, of
+    `lag` iterations before, has ended on the ranks of its hosts. That is for speed: nothing is wrong where it starts
+    earlier.
+    """
+
+    op: str
+    motif: int
+    behind: str
+    behind_motif: int
+    lag: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Everything that an enforcer needs, and the predictions for it."""
 
@@ -109,6 +126,9 @@ class Plan:
     ops: tuple[OpPlan, ...]
     programs: tuple[ProgramPlan, ...] = ()
     """Programs of the motifs whose algorithms are not in the library."""
+    link_turns: tuple[TurnPlan, ...] = ()
+    """Turns of motifs of different groups on links that they share; the last field, left out of files and the hash
+    where there are none."""
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -117,6 +137,8 @@ class Plan:
     def hash(self) -> str:
         """A hash of the content in 16 hexadecimal digits: ranks with equal hashes hold the same plan."""
         text = msgspec.json.encode(self, order="deterministic")
+        if text.endswith(NO_TURNS):
+            text = text.removesuffix(NO_TURNS) + b"}"
         return hashlib.sha256(text).hexdigest()[:16]
 
     def op(self, name: str) -> OpPlan:
@@ -157,7 +179,10 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the versioned JSON form, with its hash."""
         head = {"stretto": FORM, "version": VERSION, "hash": self.hash}
-        text = msgspec.json.encode({**head, **msgspec.to_builtins(self)})
+        fields = msgspec.to_builtins(self)
+        if not self.link_turns:
+            fields.pop("link_turns", None)
+        text = msgspec.json.encode({**head, **fields})
         write_file(path, msgspec.json.format(text, indent=2) + b"\n")
 
     @classmethod
@@ -189,7 +214,9 @@ class Plan:
 
 def _refuse_unknown_fields(value: Mapping[str, Any], where: str) -> None:
     """Raise `InvalidInput` for a field that no class has, at any level, because the hash would not cover it."""
-    rows: list[tuple[str, Mapping[str, Any], type[Plan | OpPlan | MotifPlan | ProgramPlan]]] = [("", value, Plan)]
+    rows: list[tuple[str, Mapping[str, Any], type[Plan | OpPlan | MotifPlan | ProgramPlan | TurnPlan]]]
+    rows = [("", value, Plan)]
+    rows += [(f"link_turns[{at}].", turn, TurnPlan) for at, turn in enumerate(value.get("link_turns", ()))]
     rows += [(f"programs[{at}].", program, ProgramPlan) for at, program in enumerate(value.get("programs", ()))]
     for at, op in enumerate(value["ops"]):
         rows.append((f"ops[{at}].", op, OpPlan))
@@ -221,6 +248,22 @@ def _validate(plan: Plan) -> None:
             raise InvalidInput(f"{where}.motifs: must not be empty")
         for number, motif in enumerate(op.motifs):
             _check_motif(motif, number, f"{where}.motifs[{number}].")
+    motifs = {op.op: op.motifs for op in plan.ops}
+    for at, turn in enumerate(plan.link_turns):
+        _check_turn(turn, motifs, f"link_turns[{at}].")
+
+
+def _check_turn(turn: TurnPlan, motifs: Mapping[str, tuple[MotifPlan, ...]], where: str) -> None:
+    """Raise `InvalidInput` unless both motifs are there, and the one that waits comes later in the plan's order."""
+    for key, name, number in (("op", turn.op, turn.motif), ("behind", turn.behind, turn.behind_motif)):
+        if name not in motifs:
+            raise InvalidInput(f"{where}{key}: {unknown('comm-op', name, list(motifs))}")
+        if not 0 <= number < len(motifs[name]):
+            raise InvalidInput(f"{where}{key}: {name} has motifs 0..{len(motifs[name]) - 1}, not {number}")
+    waits, first = motifs[turn.op][turn.motif], motifs[turn.behind][turn.behind_motif]
+    windows = waits.ahead - first.ahead - turn.lag
+    if turn.op == turn.behind or (windows, first.seq) >= (0, waits.seq):
+        raise InvalidInput(f"{where}op: {turn.op} must come later in the order than what it waits for, {turn.behind}")
 
 
 def _check_motif(motif: MotifPlan, number: int, where: str) -> None:

@@ -114,7 +114,7 @@ def wrapped(start: float, end: float, period: float) -> list[Span]:
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same time as sorted spans that do not touch."""
+    """The time that the spans cover together, as sorted spans that do not touch."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:

@@ -178,7 +178,7 @@ def _stage_of_each(p: Program, hosts: Ints) -> Ints:
     turn = (far[before] != far[behind]).astype(np.int64)
     early = _longest(far.astype(np.int64), before, behind, turn, p.name)
     last = int(early.max(initial=0))
-    # The same from the end: what nobody waits for can go with the last of its kind.
+    # Merge from the end in the same way: a step that no other waits for can go with the last of its kind.
     room = (last - far) % 2
     late = last - _longest(room.astype(np.int64), behind, before, turn, p.name)
     return early if len(np.unique(early)) <= len(np.unique(late)) else late

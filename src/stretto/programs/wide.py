@@ -163,7 +163,7 @@ def widen(
         cuts.append(max((a.write for a in atoms[chunk] if a.reduce), default=-1) + 1 if halves else LAST)
         for late in (False, True):
             steps += _merged([step for step in made if (step.level >= cuts[-1]) == late])
-    # Of one level, what is sent comes before what waits for it.
+    # Within a level, sends come before the steps that wait for them.
     steps.sort(key=lambda step: (step.level, step.staged))
     if apart:
         steps, group = split_packets(steps)

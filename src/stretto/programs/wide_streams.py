@@ -59,7 +59,7 @@ def divide(steps: Sequence[WideStep], group: Sequence[int], streams: int) -> tup
         heavy = max(mine, key=lambda r: mine[r], default=0)
         first = min(mine, default=0) + heavy
         order = [(first + k + number) % streams for k in range(streams)]
-        # Of streams in which a piece does not delay others on its ranks, the one that has least to do.
+        # Take the stream with least work among those in which the piece does not delay others on its ranks.
         best = min(order, key=lambda s: (max((load[s][r] + w for r, w in mine.items()), default=0.0), total[s]))
         chosen[number] = best
         total[best] += sum(mine.values())

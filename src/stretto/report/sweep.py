@@ -123,14 +123,19 @@ def run_sweep(
     )
 
 
+def check_factor(factor: float) -> None:
+    """Raise `InvalidInput` for a factor by which sizes do not grow."""
+    if not 1.1 <= factor < math.inf:
+        raise InvalidInput(f"factor: must be >= 1.1, not {factor:g}")
+
+
 def parse_sizes(text: str, *, factor: float = 4.0) -> tuple[int, ...]:
     """One size, several sizes, or a range that grows by `factor` and always contains its end.
 
     >>> parse_sizes("64M"), parse_sizes("1K,1M"), parse_sizes("1Ki..100Ki")
     ((64000000,), (1000, 1000000), (1024, 4096, 16384, 65536, 102400))
     """
-    if not 1.1 <= factor < math.inf:
-        raise InvalidInput(f"factor: must be >= 1.1, not {factor:g}")
+    check_factor(factor)
     if ".." not in text:
         sizes = tuple(parse_bytes(part) for part in text.split(","))
     else:

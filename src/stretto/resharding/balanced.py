@@ -94,6 +94,15 @@ class ChunkHops:
     step: list[float]
     """The share of the bundle that one chunk is, 0..1."""
 
+    def together_us(self) -> list[float]:
+        """Durations by which hops between the same kinds of ports end at one moment, so that senders change receivers
+        together: chunks that differ by a byte take equally long, and the way to the door of a port takes no time.
+        """
+        return [
+            float(f"{us:.4g}") if out >= 0 or parent >= 0 else 0.0
+            for us, out, parent in zip(self.duration_us, self.out_port, self.parent, strict=True)
+        ]
+
     def urgency(self, name: str) -> list[float]:
         """Priorities of hops between two ports, the least first: chunks with the farthest way, or
         bundles side by side.
@@ -133,7 +142,8 @@ def best_program(
         collective = Reshard(tuple(rank), [b.piece(rank) for b in bundles])
         hops = _hops(bundles, router, hosts, rank)
         planned = dense_order(
-            out_port=hops.out_port, in_port=hops.in_port, duration_us=hops.duration_us, parent=hops.parent,
+            out_port=hops.out_port, in_port=hops.in_port, parent=hops.parent,
+            duration_us=hops.together_us() if way.doors else hops.duration_us,
             urgency=hops.urgency(way.urgency),
         )  # fmt: skip
         start, end = planned = just_in_time(hops, *planned)
@@ -141,7 +151,7 @@ def best_program(
             order = np.lexsort((np.arange(len(start)), start))
             program = _program(hops, order, rank, collective)
             if pace == "paced":
-                program = paced(program, start[order], end[order])
+                program = paced(program, start[order], end[order], peers=way.doors)
             lines: dict[str, Timeline] = {}
             for how in both:
                 # One that is slower than the best in one kind of links is not simulated in the other.
@@ -216,7 +226,9 @@ class BalanceOptions:
     even: bool = False
     """Whether ports send equally much to each group, or the sum of both ends is kept even."""
     busy: float = 1.0
-    """One of `BUSY`."""
+    """How long the busiest group sends, relative to the bound: one of `BUSY`."""
+    doors: bool = False
+    """Whether devices that share a port send by the one nearest to it."""
     finer: bool = False
     """Whether chunks are smaller: what comes last is spread inside its group sooner, for more messages."""
 
@@ -225,7 +237,7 @@ class BalanceOptions:
             spare = f" ({self.busy:g} busy)" if self.busy < 1 else ""
             return f"paired ports, {'even' if self.even else 'by load'}, {self.rails}{spare}{', finer' * self.finer}"
         ring, lent = "ring" if self.ring else "least loaded", ", ports lent" * self.relay
-        return f"fan {self.fan}, {ring}, {self.urgency.replace('_', ' ')}{lent}"
+        return f"fan {self.fan}, {ring}, {self.urgency.replace('_', ' ')}{lent}{', by one device' * self.doors}"
 
 
 def _ways(bundles: Sequence[Bundle], hosts: Hosts, bound_us: float) -> Iterator[BalanceOptions]:
@@ -245,6 +257,9 @@ def _ways(bundles: Sequence[Bundle], hosts: Hosts, bound_us: float) -> Iterator[
     rings = (True, False) if depth > 1 else (True,)
     for fan, relay, ring, urgency in product(sorted(fans), relays, rings, URGENCIES):
         yield BalanceOptions(fan=fan, relay=relay, ring=ring, urgency=urgency)
+    if len(set(hosts.out_port.values())) == len(hosts.members) and set(hosts.doors) == set(hosts.out_port.values()):
+        for ring, urgency in product(rings, URGENCIES):
+            yield BalanceOptions(fan=1, relay=False, ring=ring, urgency=urgency, doors=True)
 
 
 def _router(
@@ -255,7 +270,7 @@ def _router(
         passing = relay_shares(bundles, hosts, way.busy * bound_us) if way.rails == RAILS[1] else ()
         return RailRouter(hosts, shares=passing, even=way.even), 0.0
     shares, busiest_us = sender_shares(bundles, hosts, relay=way.relay)
-    return Router(hosts, shares, fan=way.fan, relay=way.relay, ring=way.ring), busiest_us
+    return Router(hosts, shares, fan=way.fan, relay=way.relay, ring=way.ring, doors=way.doors), busiest_us
 
 
 def _arrivals(

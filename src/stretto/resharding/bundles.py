@@ -134,7 +134,14 @@ class Router:
     """Chooses the route of every chunk and keeps the load of all ports even."""
 
     def __init__(
-        self, hosts: Hosts, shares: Sequence[dict[int, float]], *, fan: int = 1, relay: bool = False, ring: bool = True
+        self,
+        hosts: Hosts,
+        shares: Sequence[dict[int, float]],
+        *,
+        fan: int = 1,
+        relay: bool = False,
+        ring: bool = True,
+        doors: bool = False,
     ) -> None:
         self.hosts = hosts
         self.fan = fan
@@ -144,6 +151,8 @@ class Router:
         """Whether devices that neither hold nor want a chunk lend it their ports."""
         self.ring = ring
         """Whether chunks visit hosts in a circle from their sender, or the hosts with the least to send first."""
+        self.doors = doors
+        """Whether all chunks leave by the device that is nearest to a shared port, in the order of the plan."""
         self.shares = shares
         """The share of each bundle that should leave by each port."""
         self.load: dict[int, float] = defaultdict(float)
@@ -222,6 +231,8 @@ class Router:
         port = max(share, key=lambda p: (owed[p], -p))
         owed[port] -= size
         self.load[port] += size / self.hosts.bytes_per_us[port]
+        if self.doors:
+            return self.hosts.doors[port]
         return next(d for d in able if self.hosts.out_port[d] == port)
 
     def _entry(self, group: int, wanting: Sequence[int], size: float) -> int:

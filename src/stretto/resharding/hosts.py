@@ -41,6 +41,8 @@ class Hosts:
     """The switch or node that each device's port leads to: a rail, or the whole network."""
     reach: dict[int, frozenset[int]]
     """For each plane the planes that it sends to without passing through a further device."""
+    doors: dict[int, int]
+    """For each port the device with the shortest way to it."""
 
     @cached_property
     def slowest(self) -> float:
@@ -84,7 +86,7 @@ class Hosts:
         if len(set(group.values())) == 1:
             group = {d: d for d in devices}
         out_port, in_port, rate = dict[int, int](), dict[int, int](), dict[int, float]()
-        plane: dict[int, int] = {}
+        plane, to_port = dict[int, int](), dict[int, int]()
         alpha = 0.0
         for device, far in _direct_peers(cluster, group).items():
             for ports, ends in ((out_port, (device, far)), (in_port, (far, device))):
@@ -92,6 +94,8 @@ class Hosts:
                 port = _port(cluster, links, device, sends=ends[0] == device)
                 ports[device] = port
                 rate[port] = float(cluster.link_gb_per_s[port] * 1e3) if port >= 0 else np.inf
+                if ends[0] == device and port >= 0:
+                    to_port[device] = links.tolist().index(port)
                 alpha = max(alpha, float(cluster.link_alpha_us[links].sum()))
             plane[device] = _plane(cluster, device, far)
         local = np.inf
@@ -104,8 +108,13 @@ class Hosts:
         return cls(
             group=group, out_port=out_port, in_port=in_port, bytes_per_us=rate, alpha_us=alpha,
             local_bytes_per_us=local, send_bytes_per_us=send, receive_bytes_per_us=receive, plane=plane,
-            reach=_reach(cluster, group, plane),
+            reach=_reach(cluster, group, plane), doors=_doors(out_port, to_port),
         )  # fmt: skip
+
+
+def _doors(out_port: dict[int, int], to_port: dict[int, int]) -> dict[int, int]:
+    """For each port the device with the fewest links before it."""
+    return {out_port[d]: d for d in sorted(to_port, key=lambda d: (-to_port[d], -d))}
 
 
 def domains_of(cluster: Cluster) -> list[int]:

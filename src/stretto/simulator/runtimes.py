@@ -85,7 +85,7 @@ class Runtime:
     memory_gb_per_s: float = 0.0
     """What a GPU's memory reads and writes for all threadblocks together; 0: no limit."""
     cache_gb_per_s: float = 0.0
-    """The same for what lies in its cache; 0: no cache."""
+    """What a GPU reads and writes for all threadblocks together within its cache; 0: no cache."""
     cache_mb: float = 0.0
     """What its cache holds."""
     handover_us: float = 0.0

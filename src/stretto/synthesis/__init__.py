@@ -9,14 +9,15 @@ from . import sketch, sketch_files
 from .certificate import Candidate, Certificate, Lowering, Synthesis
 from .maker import Maker, MakerRequest, SearchMaker
 from .makers import register_maker
-from .portfolio import synthesize
+from .portfolio import SearchStopped, synthesize
 from .problem import MakerTask, SynthesisProblem
 from .sketch import Sketch
 from .table import Selection, select
 
 __all__ = [
-    "Candidate", "Certificate", "Lowering", "Maker", "MakerRequest", "MakerTask", "SearchMaker", "Selection", "Sketch",
-    "Synthesis", "SynthesisProblem", "forest", "register_maker", "select", "synthesize", "three_stage",
+    "Candidate", "Certificate", "Lowering", "Maker", "MakerRequest", "MakerTask", "SearchMaker", "SearchStopped",
+    "Selection", "Sketch", "Synthesis", "SynthesisProblem", "forest", "register_maker", "select", "synthesize",
+    "three_stage",
 ]  # fmt: skip
 
 sketch.LOAD.supply(sketch_files.load)

@@ -24,8 +24,8 @@ LEAST_S = 0.25
 """The least time that a task gets; with less time left, no further task is started."""
 KEPT_TO_LOWER = 6
 """The number of programs of one task that are kept for lowering: the fastest may not fit a runtime's limits."""
-SPENT = "not tried: the budget"
-"""How the reason of a task begins that the time did not suffice for."""
+STOPPED = "the search was stopped (Ctrl-C)"
+"""What the certificate of such a search says."""
 MAX_REASON = 200
 """The most characters of a crash's message; one that holds the signature of a native function may have thousands."""
 
@@ -44,6 +44,8 @@ class Attempt:
     made: list[ProvedProgram] = field(default_factory=list)
     crashed: bool = False
     """Whether the task ended by a bug, or for want of memory or a package: another run of it may find more."""
+    stopped: bool = False
+    """Whether Ctrl-C ended the task."""
 
     @classmethod
     def without(cls, task: MakerTask, reason: str, *, crashed: bool = False) -> Attempt:
@@ -110,8 +112,12 @@ class Board:
     """Whether instructions have a price, so that a program at the bound of the links may be beaten."""
     crashed: bool = False
     """Whether any task has crashed: the result is then not cached."""
+    stopped: bool = False
+    """Whether Ctrl-C ended the search: the result is then not cached either."""
     suffices: Callable[[ProvedProgram], bool] = lambda made: True
     """Whether the search may end with a program at the bound: where files are wanted, whether it lowers well."""
+    late: list[str] = field(default_factory=list)
+    """The tasks that the time did not suffice for."""
     asked: dict[int, bool] = field(default_factory=dict)
     """What `suffices` has said of each program, by its `id`; all of them are kept in `made`."""
 
@@ -129,6 +135,7 @@ class Board:
         """Add the result of a task."""
         self.candidates += attempt.candidates
         self.crashed |= attempt.crashed
+        self.stopped |= attempt.stopped
         # Sorting is stable: of equally fast programs the one that was made first, by the simpler maker, stays ahead.
         self.made = sorted(self.made + attempt.made, key=lambda made: made.time_us)
 
@@ -143,13 +150,17 @@ class Board:
                 return f"{made.program.name} is within {100 * CLOSE_ENOUGH:g} % of the lower bound"
         return ""
 
-    def enough(self) -> str:
-        """The reason why no further task has to be started, or an empty text; without a program there is none."""
-        if self.at_bound():
-            return f"not tried: {self.at_bound()}"
-        if self.left_s < LEAST_S and self.made:
-            return f"{SPENT} of {self.budget_s:g} s was spent"
-        return ""
+    def skips(self, task: MakerTask) -> bool:
+        """Whether a task need not be started any more; the reason is then listed as its candidate's."""
+        reached = self.at_bound()
+        if not reached and self.stopped:
+            reached = STOPPED
+        elif not reached and self.made and self.left_s < LEAST_S:
+            reached = f"the budget of {self.budget_s:g} s was spent"
+            self.late.append(task.label)
+        if reached:
+            self.add(Attempt.without(task, f"not tried: {reached}"))
+        return bool(reached)
 
     def report(self, message: str) -> None:
         """Pass a message, with the best time so far and the share of the budget spent, to `progress`."""
@@ -176,7 +187,8 @@ def attempt(maker: Maker, task: MakerTask, problem: SynthesisProblem, budget_s: 
         progress: Takes a line of text and the fraction done, 0..1.
 
     Returns:
-        The candidates and the best programs of the task; this never raises an `Exception`.
+        The candidates and the best programs of the task, those from before Ctrl-C where that ended it. This never
+        raises an `Exception`, nor `KeyboardInterrupt` while the maker runs.
     """
     began = time.monotonic()
     result = Attempt()
@@ -188,6 +200,8 @@ def attempt(maker: Maker, task: MakerTask, problem: SynthesisProblem, budget_s: 
             best_us = min(best_us, time_us)
             if no_gain == PATIENCE:
                 break
+    except KeyboardInterrupt:
+        result.stopped = True
     except Exception as error:
         # A broken maker must not end the search: its error is listed among the candidates, and logged if it is a bug.
         reason = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"

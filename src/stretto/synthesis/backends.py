@@ -89,9 +89,7 @@ def run_tasks(problem: SynthesisProblem, tasks: Sequence[MakerTask], board: Boar
                 slots += not any(task.maker == LIBRARY for task, _ in running.values())
             while waiting and len(running) < slots:
                 task = waiting.pop(0)
-                why = board.enough()
-                if why:
-                    board.add(Attempt.without(task, why))
+                if board.skips(task):
                     continue
                 share = jobs * board.left_s * task.weight / (task.weight + sum(t.weight for t in waiting))
                 budget_s = max(min(share, board.left_s), LEAST_S)

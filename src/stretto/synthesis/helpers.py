@@ -15,7 +15,7 @@ from ..programs import Program, SymmetricProgram
 from ..units import format_bytes
 
 CHOICES = ("auto", "none", "host", "all")
-"""Who may help: nobody, the devices on the group's hosts, or all; or nobody unless the group is apart without them."""
+"""Which devices may help: "none", those on the group's hosts ("host") or "all"; "auto" takes none where that works."""
 
 
 @dataclass(frozen=True, kw_only=True)

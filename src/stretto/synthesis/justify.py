@@ -176,7 +176,7 @@ class _Planner:
         return self._timed(p.after_ptr, p.after, p.route, self._links, self._bytes, self._extra, key)
 
     def backwards(self, key: Floats) -> SendPlan:
-        """The same with time reversed; times are those before the end."""
+        """The plan with time reversed, where times are counted back from the end."""
         plan = self._timed(
             self._after_back_ptr,
             self._after_back,

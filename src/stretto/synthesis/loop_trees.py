@@ -33,7 +33,7 @@ PACKED = ((72, 3, 0.9), (96, 2, 0.9), (96, 3, 0.95), (24, 2, 0.9))
 BALANCED = tuple((height, room, seed) for seed in range(4) for height, room in ((3, 0.95), (2, 0.97), (2, 0.9)))
 """Those of which every stream is one tree of nearly one size: height, the part of links on longer routes, and seed."""
 PATHS = ((12, 5e-5), (32, 1e-6), (12, 2e-5))
-"""The same for all-to-alls: shares of a pair of ranks, and the price of a detour."""
+"""Settings of the packing for all-to-alls: shares of a pair of ranks, and the price of a detour."""
 WAYS = {"all_gather": (False,), "reduce_scatter": (True,), "all_reduce": (True, False)}
 """In which directions data goes along trees: True to the root."""
 FEWEST = 2

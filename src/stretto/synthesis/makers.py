@@ -553,7 +553,7 @@ def plan_tasks(
             refused[name] = f"is for more than {SMALL} ranks unless it is asked for, not {problem.ranks}"
             continue
         if name == SKETCHED and wanted is None and problem.sketch is None and problem.ranks > FEW_SKETCHED:
-            # Its programs cost minutes there, and `compose` mostly finds better ones in seconds.
+            # Programs of this maker cost minutes there, and `compose` mostly finds better ones in seconds.
             asked_for = "unless it is asked for or given a sketch"
             refused[name] = f"is for up to {FEW_SKETCHED} ranks {asked_for}, not {problem.ranks}"
             continue

@@ -15,7 +15,9 @@ from ..simulator import Timeline
 Floats = NDArray[np.float64]
 
 
-def paced(program: Program, start_us: ArrayLike, arrive_us: ArrayLike, *, sends: bool = False) -> Program:
+def paced(
+    program: Program, start_us: ArrayLike, arrive_us: ArrayLike, *, sends: bool = False, peers: bool = False
+) -> Program:
     """Let each transfer also wait for the last transfer that its rank should have received (or delivered) before it.
 
     A link serves whichever transfer asks first, so data that a rank holds early would overtake data that the plan sends
@@ -26,6 +28,7 @@ def paced(program: Program, start_us: ArrayLike, arrive_us: ArrayLike, *, sends:
         start_us: The planned start of each transfer.
         arrive_us: The planned arrival of each transfer.
         sends: Whether to wait for deliveries, too; these waits are lost when the program is lowered.
+        peers: Whether to wait for the last transfer from each rank, since one may be ahead of another.
 
     Returns:
         The program with more dependencies.
@@ -37,8 +40,11 @@ def paced(program: Program, start_us: ArrayLike, arrive_us: ArrayLike, *, sends:
     src = program.src.astype(np.int64)
     waiter = [np.repeat(np.arange(count), np.diff(program.after_ptr))]
     waited = [program.after.astype(np.int64)]
-    for rank in (program.dst.astype(np.int64), src)[: 1 + sends]:
+    dst = program.dst.astype(np.int64)
+    clocks = [(dst, src == peer) for peer in np.unique(src)] if peers else [(dst, np.ones(count, np.bool_))]
+    for rank, some in clocks + [(src, np.ones(count, np.bool_))] * sends:
         arrival = np.lexsort((arrive_us, rank))
+        arrival = arrival[some[arrival]]
         times = rank[arrival] * span + arrive_us[arrival]
         latest = np.searchsorted(times, src * span + start_us + 1e-9 * end, "right") - 1
         clock = arrival[np.maximum(latest, 0)]

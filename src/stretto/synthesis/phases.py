@@ -153,7 +153,7 @@ class _Level:
 
 
 def _within(inside: set[int], links: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same links, with those that leave the inside marked as nobody's: numbers of links stay what they are."""
+    """The links with those that leave the inside marked as unused, so that links keep their numbers."""
     return [(a, b) if a in inside and b in inside else (-1, -1) for a, b in links]
 
 

@@ -56,15 +56,15 @@ WORTHWHILE = 0.999
 PROMISING = 1.25
 """The factor by which a program's first forms may be slower than the best and the others are still tried."""
 NEARLY = 1.1
-"""The same where the program has to be faster than the direct one by a margin: beside the time that it must reach."""
+"""The factor, as above, for a program that must beat the direct one by a margin: beside the time to be reached."""
 LL_THREADS = (1024, 512)
 """The threads of threadblocks that read packets, of those that are tried."""
 LOOP_TURNS = (8, 32)
 """How often the loop of a plan goes round, of those that are tried."""
 TREE_TURNS = (16, 32)
-"""The same where every tree is a stream."""
+"""How often the loop of a plan goes round, of those that are tried where every tree is a stream."""
 PULLED_TURNS = (32, 64)
-"""The same where every step has one peer: trees are compared with the first."""
+"""How often where every step has one peer: trees are compared with the first."""
 COMPARED = 0.6
 """The part of the time in which trees are compared; the two fastest of them are tried in all their forms."""
 FIRST_BALANCED = 3
@@ -289,7 +289,7 @@ class _PlanSearch:
 
 
 def first_forms(forms: Sequence[PlanForm]) -> tuple[PlanForm, ...]:
-    """Of each kind the form with most threadblocks, without loops."""
+    """The form with most threadblocks and without loops, of each kind of form."""
     return tuple({(form.protocol, form.apart): form for form in forms if not form.loop_bytes}.values())
 
 

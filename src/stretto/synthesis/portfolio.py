@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from ..simulator.runtimes import runtime_of
 from ..units import check_bytes, check_seed
 from . import backends
 from . import makers as registry
-from .attempts import LEAST_S, SPENT, Attempt, Board, attempt
+from .attempts import LEAST_S, STOPPED, Board, attempt
 from .cache import Cache
 from .certificate import Candidate, Certificate, Lowering, ProvedProgram, Synthesis, versions
 from .helpers import duties, hint, resolve
@@ -41,6 +42,19 @@ LOWERING = 0.3
 """The share of the budget that is kept for turning programs into instruction streams."""
 TREES = 0.6
 """The same where plans need trees in loops, which are searched for then."""
+STOPPED_S = 1.0
+"""The seconds for turning programs into instruction streams once a search was stopped; one lowering is always made."""
+
+
+class SearchStopped(KeyboardInterrupt):
+    """Ctrl-C ended a search that had programs already: `found` is what the call would have returned, made of those.
+
+    Where there was no program, or at a second Ctrl-C, the search ends with a plain `KeyboardInterrupt`.
+    """
+
+    def __init__(self, found: Any) -> None:
+        super().__init__(STOPPED)
+        self.found = found
 
 
 def synthesize(
@@ -104,6 +118,7 @@ def synthesize(
     Raises:
         Infeasible: No maker found a program; the message holds their reasons.
         InvalidInput: An argument is not valid, or no maker that is asked would take an option or the sketch.
+        SearchStopped: Ctrl-C ended the search; the exception holds the best program so far, proved as any other.
 
     >>> from stretto import MB, AllGather
     >>> ring = Cluster.preset("ring", nodes=4, gb_per_s=10.0, alpha_us=1.0)
@@ -135,11 +150,18 @@ def synthesize(
     found = store.load(problem) if store else None
     if found is None:
         tasks = plan_tasks(problem, makers, own)
-        found, crashed = _search(problem, budget_s, jobs, tasks, progress, backend, ray_address)
-        if store and not crashed:
+        found, board = _search(problem, budget_s, jobs, tasks, progress, backend, ray_address)
+        if board.stopped:
+            raise SearchStopped(_with_hosts(found, problem))
+        if store and not board.crashed:
             store.save(found)
     elif lower:
         found = replace(found, lowering=_lowered_again(found, problem, LOWERING * budget_s))
+    return _with_hosts(found, problem)
+
+
+def _with_hosts(found: Synthesis, problem: SynthesisProblem) -> Synthesis:
+    """The result with the host of each rank, which files of programs name."""
     return replace(found, hosts=tuple(problem.cluster.hosts_of(found.program.collective.ranks).tolist()))
 
 
@@ -190,9 +212,11 @@ def _search(
     progress: Progress | None,
     backend: str,
     ray_address: str | None,
-) -> tuple[Synthesis, bool]:
-    """Run all tasks; return the best result, and whether one of the makers crashed."""
+) -> tuple[Synthesis, Board]:
+    """Run all tasks, or those before Ctrl-C; return the best result, and how the search went."""
     tasks, refused = planned
+    # `repair` first: of the short budget after a failure other makers may leave it nothing.
+    tasks = sorted(tasks, key=lambda task: task.maker != REPAIR)
     # Short tasks run in this process. Long ones run in workers: several at once, and killed where they overrun.
     small = problem.ranks <= SMALL
     alone = jobs == 1 and backend == "processes"
@@ -214,15 +238,19 @@ def _search(
         )
         if problem.lower and not problem.takes_steps:
             board.suffices = partial(lowers_well, problem=problem)
-        _in_turn(problem, here, board, later=sum(task.weight for task in there))
-        if start is not None:
-            backends.run_tasks(problem, there, board, jobs=jobs, start=start)
+        try:
+            _in_turn(problem, here, board, later=sum(task.weight for task in there))
+            if start is not None and not board.stopped:
+                backends.run_tasks(problem, there, board, jobs=jobs, start=start)
+        except KeyboardInterrupt:
+            board.stopped = True
+    if board.best is None and board.stopped:
+        raise KeyboardInterrupt
     if board.best is None:
         raise Infeasible(_why_nothing(problem, board.candidates))
     best, lowering = board.best, None
     if problem.lower:
-        left = max(board.left_s, kept * budget_s)
-        best, lowering = search_lowering(board.made, problem, budget_s=left, report=board.report)
+        best, lowering = _lowered(problem, board, kept * budget_s)
     # A program that came from a worker is verified and simulated once more in this process.
     timeline = simulate(
         best.program, problem.cluster, nbytes=problem.nbytes, alpha=problem.alpha, contention=problem.contention
@@ -247,7 +275,7 @@ def _search(
         budget_s=float(budget_s),
         lowered_us=None if lowering is None else lowering.time_us,
         runtime="" if problem.runtime is None else problem.runtime.name,
-        cut=_cut(board, lowering) if problem.takes_plans or problem.takes_steps else "",
+        cut=STOPPED if board.stopped else _cut(board, lowering) if problem.takes_plans or problem.takes_steps else "",
         form=str(lowering.form) if lowering is not None and lowering.form is not None else "",
         steps="" if lowering is None else lowering.steps,
         unfit_for_old=lowering.unfit_for_old if lowering is not None and problem.lower == "msccl" else "",
@@ -257,15 +285,25 @@ def _search(
     found = Synthesis(
         program=best.program, certificate=certificate, candidates=_ordered(board.candidates), lowering=lowering
     )
-    return found, board.crashed
+    return found, board
+
+
+def _lowered(problem: SynthesisProblem, board: Board, kept_s: float) -> tuple[ProvedProgram, Lowering]:
+    """The program whose instruction streams are fastest, in little time where Ctrl-C ends or has ended the search."""
+    if not board.stopped:
+        try:
+            left_s = max(board.left_s, kept_s)
+            return search_lowering(board.made, problem, budget_s=left_s, report=board.report)
+        except KeyboardInterrupt:
+            board.stopped = True
+    return search_lowering(board.made, problem, budget_s=STOPPED_S, report=board.report)
 
 
 def _cut(board: Board, lowering: Lowering | None) -> str:
     """Why a search for plans might find another one with more time; empty where every candidate was tried."""
-    late = [c.maker for c in board.candidates if c.reason.startswith(SPENT)]
     by_clock = sorted({made.maker for made in board.made if not made.maker.startswith(LIBRARY)})
     reasons = [
-        f"the budget ended before {', '.join(late)}" if late else "",
+        f"the budget ended before {', '.join(board.late)}" if board.late else "",
         f"{', '.join(by_clock)} searched by the clock" if by_clock else "",
         "" if lowering is None else lowering.cut,
     ]
@@ -275,9 +313,7 @@ def _cut(board: Board, lowering: Lowering | None) -> str:
 def _in_turn(problem: SynthesisProblem, tasks: Sequence[MakerTask], board: Board, *, later: float) -> None:
     """Run tasks one after the other in this process; each gets its share of the time that is left."""
     for at, task in enumerate(tasks):
-        why = board.enough()
-        if why:
-            board.add(Attempt.without(task, why))
+        if board.skips(task):
             continue
         share = board.left_s * task.weight / (later + sum(rest.weight for rest in tasks[at:]))
         board.report(task.label)

@@ -22,7 +22,7 @@ from ..programs import Program, SymmetricProgram
 from ..simulator import lower_bound, simulate
 from ..simulator.priced_wide import wide_time_us
 from .certificate import Synthesis
-from .portfolio import synthesize
+from .portfolio import SearchStopped, synthesize
 from .problem import Progress
 
 COLUMNS = ("file", "program", "maker", "min_bytes", "max_bytes", "nbytes", "time_us", "bound_us", "gap", "form", "cut")
@@ -148,6 +148,7 @@ def select(
     Raises:
         Infeasible: No maker found a program for some size.
         InvalidInput: There are no or too many sizes, or an option is not valid.
+        SearchStopped: Ctrl-C ended the search; the exception holds the table of the sizes that have a program so far.
 
     >>> from stretto import AllGather, KB, MB
     >>> ring = Cluster.preset("ring", nodes=8)
@@ -165,7 +166,24 @@ def select(
             if progress is not None:
                 progress(message, (at + fraction) / len(ordered))
 
-        found.append(synthesize(collective, cluster, nbytes, progress=step, **options))
+        try:
+            found.append(synthesize(collective, cluster, nbytes, progress=step, **options))
+        except KeyboardInterrupt as stop:
+            found += [stop.found] if isinstance(stop, SearchStopped) else []
+            if not found:
+                raise
+            raise SearchStopped(_divided(collective, cluster, ordered[: len(found)], found, options)) from None
+    return _divided(collective, cluster, ordered, found, options)
+
+
+def _divided(
+    collective: Collective,
+    cluster: Cluster,
+    ordered: Sequence[int],
+    found: Sequence[Synthesis],
+    options: dict[str, Any],
+) -> Selection:
+    """The sizes, divided among the programs that were found for them."""
     physics = {key: options[key] for key in ("alpha", "contention", "runtime") if key in options}
 
     def time_us(one: Synthesis, nbytes: int) -> float:

@@ -69,6 +69,10 @@ SOFT_PASSES, SOFT_TRIES = 12, 6
 """How often every piece is moved, and the roots and moments that are tried then."""
 SOFT_TIGHTER = (0.9, 1.0)
 """The horizon of such a timetable over the time of the best plan: anything between these."""
+AGAIN_PASSES, AGAIN_TRIES, AGAIN_TIGHTER = 4, 12, (0.95, 0.995)
+"""The same for timetables that begin where the best plan has its pieces."""
+AGAIN_MOST, AGAIN_IDLE, AGAIN_GAIN = 12, 1, 5e-4
+"""At most how many of these follow one another, after how many one must be better, and by which share."""
 SOFT_LATE, SOFT_NARROWER, SOFT_WIDER = 0.995, 1.01, 0.998
 """From which share of a plan's time on a link ends late, how much slower it then counts, and how that wears off."""
 WARMING, SEARCHING = 0.1, 0.85
@@ -157,6 +161,26 @@ class _Trial:
 
     sends: PieceSends
     plan: SendPlan
+    root: NDArray[np.int32]
+    """The root of each piece, where it is known."""
+
+    def places(self, share: float) -> dict[str, Any]:
+        """Where pieces are by the plan, for another timetable to begin there; times are multiplied by the share."""
+        program, piece = self.sends.program, self.sends.piece
+        meet = np.zeros(len(self.root))
+        np.maximum.at(meet, piece[self.sends.gathers], self.plan.arrive_us[self.sends.gathers])
+        return {
+            "first_root": self.root, "first_meet": share * meet, "first_link": program.route.astype(np.int32),
+            "first_piece": piece.astype(np.int32), "first_gathers": self.sends.gathers.astype(np.uint8),
+            "first_start": share * self.plan.start_us,
+        }  # fmt: skip
+
+
+NOWHERE: dict[str, Any] = {
+    "first_root": np.zeros(0, np.int32), "first_meet": np.zeros(0), "first_link": np.zeros(0, np.int32),
+    "first_piece": np.zeros(0, np.int32), "first_gathers": np.zeros(0, np.uint8), "first_start": np.zeros(0),
+}  # fmt: skip
+"""What a timetable is given whose pieces begin nowhere."""
 
 
 class _Search:
@@ -228,6 +252,9 @@ class _Search:
         made, each = 0, 0.0  # each: the seconds for a piece
         while True:
             began = time.monotonic()
+            if made >= SOFT_COARSE and made % 2 and self._go_on(until=until):
+                made += 1
+                continue
             finer = 1 if made < SOFT_COARSE else SOFT_FINER[(made - SOFT_COARSE) % len(SOFT_FINER)]
             if made > SOFT_COARSE and began + each * finer * coarse > until:
                 finer = SOFT_FINER[0]
@@ -238,20 +265,44 @@ class _Search:
             made, each = made + 1, (time.monotonic() - began) / pieces
         self._horizon_us = min(self._horizon_us, JUMP * self.best.plan.total_us)
 
-    def settle(self, pieces: int) -> None:
-        """One timetable whose links may be overfull, a little shorter than the best plan, planned again."""
+    def _go_on(self, *, until: float) -> bool:
+        """Timetables that begin with the best plan, as long as they better it; whether there was one."""
+        if self.best is None or self._spreads or not len(self.best.root):
+            return False
+        took = 0.0
+        for turn in range(AGAIN_MOST):
+            began, before = time.monotonic(), self.best.plan.total_us
+            if began + took > until:
+                return turn > 0
+            self.settle(len(self.best.root), again=True)
+            took = time.monotonic() - began
+            if self.best.plan.total_us > before * (1 - AGAIN_GAIN) and turn >= AGAIN_IDLE:
+                return True
+        return True
+
+    def settle(self, pieces: int, *, again: bool = False) -> None:
+        """One timetable whose links may be overfull, a little shorter than the best plan, planned again.
+
+        Args:
+            pieces: The number of pieces.
+            again: Whether pieces begin where the best plan has them, of which there are then as many.
+        """
+        places, passes, tries = NOWHERE, SOFT_PASSES, SOFT_TRIES
         if self.best is not None:
-            self._soft_us = self.best.plan.total_us * float(self._random.uniform(*SOFT_TIGHTER))
+            share = float(self._random.uniform(*(AGAIN_TIGHTER if again else SOFT_TIGHTER)))
+            self._soft_us = self.best.plan.total_us * share
+            if again:
+                places, passes, tries = self.best.places(share), AGAIN_PASSES, AGAIN_TRIES
         network = self._network(pieces)
         network["slot_us"] = network["slot_us"] * self._narrow
-        fits, hop, piece, gathers, start = _native.soft_timetable(
+        fits, hop, piece, gathers, start, root = _native.soft_timetable(
             until_us=self._soft_us, full_us=float(self._random.choice(SOFT_FULL)) * self._soft_us,
-            spans=int(self._random.choice(SOFT_SPANS)), passes=SOFT_PASSES, tries=SOFT_TRIES, **network,
+            spans=int(self._random.choice(SOFT_SPANS)), passes=passes, tries=tries, **network, **places,
         )  # fmt: skip
         if not fits:
             self._soft_us *= LOOSE
             return
-        trial = self._keep(pieces, hop, piece, gathers, start)
+        trial = self._keep(pieces, hop, piece, gathers, start, root)
         # Links that end last were asked for too much: the next timetables take them to be a little slower.
         end = np.zeros_like(self._narrow)
         np.maximum.at(end, trial.sends.program.route, trial.plan.arrive_us)
@@ -259,10 +310,16 @@ class _Search:
         self._narrow = np.where(late, SOFT_NARROWER * self._narrow, np.maximum(1.0, SOFT_WIDER * self._narrow))
 
     def _keep(
-        self, pieces: int, hop: NDArray[np.int32], piece: NDArray[np.int32], gathers: NDArray[np.uint8], start: Floats
+        self,
+        pieces: int,
+        hop: NDArray[np.int32],
+        piece: NDArray[np.int32],
+        gathers: NDArray[np.uint8],
+        start: Floats,
+        root: NDArray[np.int32],
     ) -> _Trial:
         """Plan a timetable again, and keep it if it is the best."""
-        trial = self._planned(pieces, hop, piece.astype(np.int64), gathers.astype(np.bool_), start)
+        trial = self._planned(pieces, hop, piece.astype(np.int64), gathers.astype(np.bool_), start, root)
         if self.best is None or trial.plan.total_us < self.best.plan.total_us:
             self.best = trial
         return trial
@@ -276,7 +333,7 @@ class _Search:
         if missing:
             self._set_horizon(self._met_us, self._horizon_us, np.inf)
             return
-        trial = self._keep(pieces, hop, piece, gathers, start)
+        trial = self._keep(pieces, hop, piece, gathers, start, np.zeros(0, np.int32))
         self._set_horizon(self._horizon_us, self.missed_us, JUMP * trial.plan.total_us)
 
     def _set_horizon(self, met_us: float, missed_us: float, promise_us: float) -> None:
@@ -303,7 +360,13 @@ class _Search:
         return reordered(sends, np.lexsort((np.arange(len(plan.start_us)), plan.start_us)))
 
     def _planned(
-        self, pieces: int, hop: NDArray[np.int32], piece: Ints, gathers: NDArray[np.bool_], start: Floats
+        self,
+        pieces: int,
+        hop: NDArray[np.int32],
+        piece: Ints,
+        gathers: NDArray[np.bool_],
+        start: Floats,
+        root: NDArray[np.int32],
     ) -> _Trial:
         """The sends in the order of the timetable, planned again by urgency."""
         order = np.lexsort((~gathers, start))
@@ -324,7 +387,7 @@ class _Search:
             routes_digest=self.cluster.digest,
         )
         plan = rejustified(program, start[order], self.cluster, nbytes=self.nbytes, blocks=self.alpha == "blocking")
-        return _Trial(sends=PieceSends(program=program, piece=piece, gathers=gathers), plan=plan)
+        return _Trial(sends=PieceSends(program=program, piece=piece, gathers=gathers), plan=plan, root=root)
 
 
 def require_direct_links(collective: Collective, cluster: Cluster) -> None:

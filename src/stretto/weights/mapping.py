@@ -75,6 +75,8 @@ class MappingRule:
             raise InvalidInput(
                 f"{where}: sizes: must be one size or ratio >= 1 for each of {len(self.sources)} sources"
             )
+        if self.sizes and self.concat is None:
+            raise InvalidInput(f"{where}: sizes: are of pieces that `concat` joins")
         if any(self.stack != ("{e}" in source) for source in self.sources):
             raise InvalidInput(f"{where}: stack: needs sources with {{e}} in their names, and others must not have it")
         if self.rows is not None and (self.rows < 1 or self.stack or self.concat is not None or self.transpose):
@@ -174,14 +176,22 @@ def _made(rule: MappingRule, name: str, shape: tuple[int, ...], values: dict[str
         if not 1 <= (shape[0] if shape else 0) <= MAX_STACKED:
             raise InvalidInput(f"{name!r}: has shape {shape}; a stack has 1..{MAX_STACKED} tensors")
         sources = tuple(source.replace("{e}", str(e)) for e in range(shape[0]) for source in sources)
-    if len(shape) < (2 if rule.transpose or rule.scale else 1) and (rule.transpose or rule.scale or rule.rows):
+    least = 2 if rule.transpose or rule.scale else 1 if rule.rows else 0
+    if len(shape) - rule.stack < least:
         raise InvalidInput(f"{name!r}: has shape {shape}, which the rule {rule.to!r} cannot make")
     return MappedTensor(rule=rule, to=name, sources=sources, scale=_filled(rule.scale, values))
 
 
 def _pattern(template: str) -> re.Pattern[str]:
-    """The names of a template, in which ``{n}`` is a number."""
-    return re.compile(re.sub(r"\\\{([a-z]+)\\\}", r"(?P<\1>[0-9]{1,6})", re.escape(template)))
+    """The names of a template, in which ``{n}`` is a number, the same wherever it stands."""
+    seen: set[str] = set()
+
+    def group(found: re.Match[str]) -> str:
+        again = found[1] in seen
+        seen.add(found[1])
+        return f"(?P={found[1]})" if again else f"(?P<{found[1]}>[0-9]{{1,6}})"
+
+    return re.compile(re.sub(r"\\\{([a-z]+)\\\}", group, re.escape(template)))
 
 
 def _filled(template: str, values: Mapping[str, str]) -> str:

@@ -115,6 +115,8 @@ def load(source: str | Path) -> Workload:
 
 def loads(text: str, *, where: str = "<text>") -> Workload:
     """A workload from the text of Stretto's own file form; `where` names the text in errors."""
+    if not text.strip():
+        raise InvalidInput(f"{where}: is empty")
     data = parse_text(text, where=where)
     with naming_lines(text, where=where):
         return read(data)

@@ -80,6 +80,9 @@ class RuntimeStage:
 
         Returns:
             The module's outputs.
+
+        Raises:
+            InvalidInput: An output is no tensor.
         """
         if self.incoming is not None:
             args = self._received(microbatch)
@@ -118,7 +121,7 @@ class RuntimeStage:
             return
         else:
             many: Any = (given,) if isinstance(given, torch.Tensor) else given
-            # Of these alone: older versions find no gradient at all where one of the inputs wants none.
+            # Older versions of PyTorch find no gradient at all where one of the inputs wants none.
             wanting = [value for value in inputs if value.requires_grad]
             got, groups = _backward.stage_backward_input(many, grads, wanting, self.submod.parameters())
             each = iter(got)

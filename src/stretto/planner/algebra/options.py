@@ -47,7 +47,7 @@ STOCK_ALGORITHMS = {
 
 def problem(
     workload: Workload, cluster: Cluster, costs: CostModel | None = None, *, until: float | None = None,
-    least_s: float = 0.0, progress: Callable[[float], None] | None = None,
+    least_s: float = 0.0, latest: float | None = None, progress: Callable[[float], None] | None = None,
 ) -> PlanProblem:  # fmt: skip
     """The planning problem: the options of every comm-op of a workload that runs on a cluster's devices.
 
@@ -57,7 +57,8 @@ def problem(
         costs: the cost model; None simulates.
         until: the moment (`time.monotonic`) after which no further options are costed; comm-ops that take the longest
             come first, and each has at least its default option. None costs all.
-        least_s: seconds of this thread's own time that are spent first, whatever the moment.
+        least_s: seconds of this thread's own time that are spent first, also after `until`.
+        latest: the moment after which even these are not; None: there is none.
         progress: called with the share of the comm-ops that have their options.
 
     Returns:
@@ -90,7 +91,10 @@ def problem(
     late, own_until = 0, time.thread_time() + least_s
 
     def is_late() -> bool:
-        return until is not None and time.monotonic() > until and time.thread_time() > own_until
+        now = time.monotonic()
+        if until is None or now <= until:
+            return False
+        return time.thread_time() > own_until or (latest is not None and now > latest)
 
     for number, (first, *_) in enumerate(turns):
         if is_late():

@@ -161,7 +161,7 @@ def _nested(expr: Expr, step: str) -> Expr:
 
 
 def _chosen_nested(rewrites: Sequence[Rewrite]) -> list[Rewrite]:
-    """Those that differ from one another, and that use one fabric at a time if any does."""
+    """The rewrites that differ from one another; only those that use one fabric at a time, if any does."""
     by_exprs = {rewrite.exprs: rewrite for rewrite in reversed(rewrites)}
     found = list(reversed(by_exprs.values()))
     pure = [rewrite for rewrite in found if all(stage.scope != "mixed" for stage in rewrite.stages)]

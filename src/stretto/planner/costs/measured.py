@@ -40,7 +40,7 @@ STRAIGHT = ("direct", NCCL)
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapPartner:
-    """The other motif of a pair that was measured at the same time.
+    """The other motif of two that were measured while both ran.
 
     >>> str(OverlapPartner(collective="all_to_all", algorithm="direct", channels=("shm", "eth"), nbytes=1048576))
     'all_to_all/direct/shm+eth/1048576'

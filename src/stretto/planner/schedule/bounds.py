@@ -33,7 +33,7 @@ from .relaxation import Circle, OptionCount, Relaxed, WindowLoads, relax, resour
 TOGETHER = "channel load and waiting together, with one option for each"
 """The argument in which all others have to hold at once."""
 WHOLE = "channel load and waiting together, with one whole option for each"
-"""The same where no option is taken in shares."""
+"""The name of the bound by channel load and waiting where no option is taken in shares."""
 MAX_BETWEEN_OPS = 1000
 LEAST_RISE = 1e-5
 """The share by which whole options have to raise the bound: below, the one that owes nothing to a solver stays."""
@@ -53,7 +53,12 @@ class PeriodBound:
 
 
 def lower_bound(
-    problem: PlanProblem, *, serial: bool = False, counts: Sequence[OptionCount] = (), whole: bool = True
+    problem: PlanProblem,
+    *,
+    serial: bool = False,
+    counts: Sequence[OptionCount] = (),
+    whole: bool = True,
+    windows: bool = True,
 ) -> PeriodBound:
     """The largest of the bounds, valid for any options, orders and shifts.
 
@@ -63,14 +68,10 @@ def lower_bound(
         counts: numbers of comm-ops to which options are held; the bound is then one for plans that have them.
         whole: whether options are also taken whole (not with `counts`); in shares alone, the bound is lower and owes
             nothing to a solver.
+        windows: whether load between an op and the same op an iteration later is counted, which takes longest.
 
     Returns:
         The bound.
-
-    >>> from stretto.planner.example import figure6
-    >>> bound = lower_bound(figure6())
-    >>> round(bound.us, 3), bound.why
-    (9.5, 'channel load and waiting together, with one whole option for each')
     """
     nodes = nodes_of(problem.workload)
     option_us = _option_us(problem)
@@ -78,11 +79,11 @@ def lower_bound(
     find = _circle_finder(nodes)
     _, circle_us, names = find(fastest)
     loads = resource_loads(problem, serial)
-    windows, cliques = _windows(problem, nodes, fastest)
+    between_ops, cliques = _windows(problem, nodes, fastest, MAX_BETWEEN_OPS if windows else 0)
     stream_us = max(nodes.stream_us, default=0.0)
-    relaxed = relax(loads, option_us, stream_us, lambda us: find(us)[0], windows, cliques, counts, whole=whole)
+    relaxed = relax(loads, option_us, stream_us, lambda us: find(us)[0], between_ops, cliques, counts, whole=whole)
     least = [loads.least(price) for price in relaxed.prices]
-    between_us, between = max((windows.longest(each) for each in least), default=(0.0, "an op"))
+    between_us, between = max((between_ops.longest(each) for each in least), default=(0.0, "an op"))
     found = {
         "compute stream": stream_us,
         f"circle of waiting: {', '.join(few(_op_names(problem, nodes, names)))}": circle_us,
@@ -186,7 +187,9 @@ def _circle_finder(nodes: Nodes) -> Callable[[NDArray[np.float64]], tuple[Circle
     return find
 
 
-def _windows(problem: PlanProblem, nodes: Nodes, fastest: NDArray[np.float64]) -> tuple[WindowLoads, CliqueWindows]:
+def _windows(
+    problem: PlanProblem, nodes: Nodes, fastest: NDArray[np.float64], most_ops: int
+) -> tuple[WindowLoads, CliqueWindows]:
     """Windows from a compute-op to its next iteration, with the comm-ops that have to run inside."""
     compute = [node for node, place in enumerate(nodes.place) if place >= 0]
     comm = [node for node, place in enumerate(nodes.place) if place < 0]
@@ -195,7 +198,7 @@ def _windows(problem: PlanProblem, nodes: Nodes, fastest: NDArray[np.float64]) -
     names: list[str] = []
     known: set[tuple[float, bytes]] = set()
     found = NO_CLIQUES
-    if compute and comm and len(nodes.op) <= MAX_BETWEEN_OPS:
+    if compute and comm and len(nodes.op) <= most_ops:
         times = np.array(nodes.us, np.float64)
         times[comm] = fastest
         graph = _Unrolled(nodes, times.tolist())
@@ -207,10 +210,11 @@ def _windows(problem: PlanProblem, nodes: Nodes, fastest: NDArray[np.float64]) -
             inside = (heads > -np.inf) & (tails > -np.inf)
             cliques.add(heads, tails)
             for head in np.unique(heads[inside])[:MAX_FROM]:
-                for tail in np.unique(tails[inside & (heads >= head)])[:MAX_FROM]:
-                    fits = inside & (heads >= head) & (tails >= tail)
-                    us = float(heads[fits].min() + tails[fits].min())
-                    twice = fits.reshape(2, -1).sum(axis=0)
+                behind = inside & (heads >= head)
+                least = np.unique(tails[behind])[:MAX_FROM]
+                fits = behind & (tails >= least[:, None])
+                first_us = np.where(fits, heads, np.inf).min(axis=1) + least
+                for us, twice in zip(first_us.tolist(), fits.reshape(len(least), 2, -1).sum(axis=1), strict=True):
                     key = (us, twice.tobytes())
                     if key not in known:
                         known.add(key)

@@ -139,9 +139,9 @@ class Relaxed:
     prices: list[Floats]
     """Prices on channels and links that sum to one: those that are best for all load, and each alone."""
     mix: list[Floats] | None
-    """None where comm-ops were not told apart."""
+    """The shares of options of each comm-op; None where comm-ops were not told apart."""
     whole: WholeOptions | None = None
-    """The same with one whole option for each comm-op, where that was computed."""
+    """The relaxation with one whole option for each comm-op, where that was computed."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -12,7 +12,7 @@ once, when the plan's order and its dependencies let it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
@@ -24,6 +24,7 @@ from ...errors import Infeasible, InvalidInput
 from ...workload.ordering import in_order
 from ..algebra.nodes import is_queued, nodes_of
 from ..costs.costs import CostModel, Motion, SimulatedCosts, simulated_costs, simulator_of
+from .link_turns import TURN_US, LinkTurn
 from .merge import Merge, Transfers, contention_on, transfers_of
 from .problem import MotifTask, Option, PlanProblem
 from .resources import op_ends
@@ -58,7 +59,12 @@ class RetimedPlan:
 
 
 def retime(
-    schedule: StepSchedule, problem: PlanProblem, cluster: Cluster, costs: CostModel | None = None
+    schedule: StepSchedule,
+    problem: PlanProblem,
+    cluster: Cluster,
+    costs: CostModel | None = None,
+    *,
+    turns: Sequence[LinkTurn] = (),
 ) -> RetimedPlan:
     """Simulate a schedule link by link.
 
@@ -68,6 +74,7 @@ def retime(
         cluster: the cluster.
         costs: the model that the problem was costed with; None means the simulator's. A measured motif keeps its
             measured time, unless it meets another one and the program of its algorithm is known.
+        turns: the turns on links that are enforced; without any, all motifs that meet share their links.
 
     Returns:
         The iteration time.
@@ -82,7 +89,7 @@ def retime(
         first = [0] * len(schedule.choice)
         us = Scheduler(alone).period_us(first, schedule.order, schedule.shift, serial=schedule.serial)
         return RetimedPlan(period_us=us)
-    return _Unrolled(schedule, alone, cluster, meeting).run()
+    return _Unrolled(schedule, alone, cluster, meeting, turns).run()
 
 
 def _exact(schedule: StepSchedule, problem: PlanProblem, model: CostModel) -> PlanProblem:
@@ -185,7 +192,12 @@ class _Unrolled:
     """Some iterations of a schedule as one set of transfers."""
 
     def __init__(
-        self, schedule: StepSchedule, alone: PlanProblem, cluster: Cluster, meeting: Mapping[TaskId, Transfers]
+        self,
+        schedule: StepSchedule,
+        alone: PlanProblem,
+        cluster: Cluster,
+        meeting: Mapping[TaskId, Transfers],
+        turns: Sequence[LinkTurn],
     ) -> None:
         self._schedule, self._workload, self._cluster, self._meeting = schedule, alone.workload, cluster, meeting
         self._tasks = _tasks(alone)
@@ -196,6 +208,9 @@ class _Unrolled:
         self._needs = self._nodes.all_waits()
         self._ends = op_ends(self._workload)
         self._contention = contention_on(cluster, meeting.values())
+        self._turns: dict[TaskId, list[LinkTurn]] = {}
+        for turn in turns:
+            self._turns.setdefault((turn.op, turn.task), []).append(turn)
 
     def run(self) -> RetimedPlan:
         """Simulate more and more iterations until one takes as long as the one before it."""
@@ -229,10 +244,14 @@ class _Unrolled:
         waits = self._waits(iterations)
         end: dict[Node, int] = {}
         began: dict[Node, int] = {}
-        for node in in_order(waits):
+        turns = {node: [*before, *self._given(node, iterations)] for node, before in waits.items()}
+        for node in in_order(turns):
             _, at, task = node
             op = self._nodes.op[at]
             needs = [end[before] for before in waits[node]]
+            given = [end[before] for before in self._given(node, iterations)]
+            if given:
+                needs.append(merge.work(given, TURN_US))
             if task < 0:
                 end[node] = merge.work(needs, self._nodes.us[at])
             elif (op, task) in self._meeting:
@@ -275,6 +294,15 @@ class _Unrolled:
                         waits[node].append(held[resource])
                     held[resource] = node
         return waits
+
+    def _given(self, node: Node, iterations: int) -> list[Node]:
+        """The motifs of other groups that must have ended before a motif has its turn on a link."""
+        iteration, at, task = node
+        return [
+            (iteration - turn.lag, self._nodes.of_op[turn.behind_op][0], turn.behind_task)
+            for turn in self._turns.get((self._nodes.op[at], task), ())
+            if 0 <= iteration - turn.lag < iterations
+        ]
 
     def _parts(self, iteration: int, at: int) -> list[Node]:
         return [(iteration, at, task) for task in self._tasks_of.get(self._nodes.op[at], (-1,))]

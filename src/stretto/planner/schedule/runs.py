@@ -67,14 +67,15 @@ class RunSearch:
         serial: whether a place runs one task of a collective at a time.
         most: the largest number of list schedules.
         until: the moment of `time.monotonic` at which the descent ends.
-        own_s: seconds of this thread's own time for which it goes on even then.
+        own_s: seconds of this thread's own time for which it goes on even then, but not after `latest`.
+        latest: the moment of `time.monotonic` at which it ends in any case.
     """
 
     def __init__(
         self, scheduler: Scheduler, bound: PeriodBound, *, serial: bool, most: int, until: float = float("inf"),
-        own_s: float = 0.0,
+        own_s: float = 0.0, latest: float = float("inf"),
     ) -> None:  # fmt: skip
-        self._own_until = time.thread_time() + own_s
+        self._own_until, self._latest = time.thread_time() + own_s, latest
         self._scheduler, self._serial, self._most, self._until = scheduler, serial, most, until
         self._bound_us = bound.us
         self.evaluations = 0
@@ -123,7 +124,8 @@ class RunSearch:
         return self._scheduler.evaluate(choice, serial=self._serial)
 
     def _spent(self) -> bool:
-        late = time.monotonic() >= self._until and time.thread_time() >= self._own_until
+        now = time.monotonic()
+        late = now >= self._until and (time.thread_time() >= self._own_until or now >= self._latest)
         return late or self.evaluations >= self._most
 
 

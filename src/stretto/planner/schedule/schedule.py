@@ -120,15 +120,27 @@ class Scheduler:
         self._node_place = np.array(self.nodes.place, np.int32)
         self._comm_nodes = np.flatnonzero(self._node_place < 0)
         self.native = _compile(problem, self.nodes)
-        self._bounds: dict[bool, PeriodBound] = {}
+        self._bounds: dict[tuple[bool, bool], PeriodBound] = {}
 
-    def bound(self, serial: bool = False) -> PeriodBound:
-        """The lower bound on the period of every plan; computed once."""
+    def bound(self, serial: bool = False, *, quick: bool = False) -> PeriodBound:
+        """The lower bound on the period of every plan; computed once.
+
+        Args:
+            serial: whether a place runs one task of a collective at a time.
+            quick: whether a lower one will do, which takes a fraction of the time.
+
+        Returns:
+            The bound.
+        """
         from .bounds import lower_bound
 
-        if serial not in self._bounds:
-            self._bounds[serial] = lower_bound(self.problem, serial=serial)
-        return self._bounds[serial]
+        if quick and (serial, False) not in self._bounds:
+            if (serial, True) not in self._bounds:
+                self._bounds[serial, True] = lower_bound(self.problem, serial=serial, whole=False, windows=False)
+            return self._bounds[serial, True]
+        if (serial, False) not in self._bounds:
+            self._bounds[serial, False] = lower_bound(self.problem, serial=serial)
+        return self._bounds[serial, False]
 
     @property
     def greedy(self) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ...errors import InvalidInput, VerificationError
 
 MAX_THREADS = 9500
-"""As many as 16 ranks have that run 64 threadblocks, each with operations that use 8 channels."""
+"""The most threads: those of 16 ranks that run 64 threadblocks each, whose operations use 8 channels."""
 MAX_CELLS = 1 << 24
 
 Clock = NDArray[np.int32]
@@ -52,7 +52,7 @@ class Rows:
     """The slice: number `part` of `parts` that are as equal as can be, as threadblock groups cut their work."""
     turn: int = 0
     turns: int = 1
-    """Of that slice the part that one turn of a loop is about; all turns but the last are equally long."""
+    """The turns of a loop that divide the slice, of which this is number `turn`; all but the last are equally long."""
     packet: bool = False
     """Whether each element is a packet, which takes twice the room."""
     scratch: bool = False
@@ -118,7 +118,7 @@ class Image:
 
     @property
     def widest(self) -> int:
-        """So many elements give every thread work: of the widest threadblock, in every slice and every turn."""
+        """The number of elements that gives each thread of the widest threadblock work in every slice and turn."""
         least = max([1, *(r.parts * r.turns for b in self.blocks for a in b[2] for r in (*a.src, *a.dst))])
         return max(*self.widths, 2 * least) if least > 1 else max(self.widths)
 

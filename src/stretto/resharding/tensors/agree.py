@@ -27,6 +27,8 @@ FAILED = {error.__name__: error for error in (InvalidInput, PeerLost)}
 COMMIT = "commit"
 PATIENCE_S, LONGEST_S = 0.05, 1.0
 """Seconds to wait for the other ranks before checking on them: the first pause, and the longest."""
+BEAT_S, SILENT_S = 0.5, 4.0
+"""A rank that waits for others says so this often; one that says nothing for so long does not wait."""
 T = TypeVar("T")
 Arguments = ParamSpec("Arguments")
 
@@ -60,15 +62,18 @@ def _from_store(method: Callable[Arguments, T]) -> Callable[Arguments, T]:
 
 class ReshardAgreement:
     """One rank's side of the agreements. `cards` identify the processes of the job's ranks, to notice
-    which have died.
+    which have died; `outer` knows the processes where these are some agreements of its own ranks.
     """
 
-    def __init__(self, store: Any, rank: int, cards: Sequence[Card] = ()) -> None:
-        self._store, self.rank, self._cards = store, rank, list(cards)
+    def __init__(
+        self, store: Any, rank: int, cards: Sequence[Card] = (), *, outer: ReshardAgreement | None = None
+    ) -> None:
+        self._store, self.rank, self._cards, self._outer = store, rank, list(cards), outer
         self._home = Home(f"rank {rank}")
         self._times: dict[str, int] = {}
         self._left: dict[str, deque[list[str]]] = {}
         """The keys that this rank has to delete from the store, of the last two gatherings of each set of ranks."""
+        self._beat_s = -BEAT_S
         self._card = card(rank, executor="", rules="")
         self._said(_At(ranks=(), number=0, label="", card=self._card))
 
@@ -143,8 +148,12 @@ class ReshardAgreement:
             return self._decide(decision, COMMIT)
         deadline = time.monotonic() + self._store.timeout.total_seconds()
         patience_s = PATIENCE_S
+        beats: dict[int, tuple[int, float]] = {}
         while not self._arrives(decision, patience_s):
             missing = [r for r in ranks if not self._store.check([f"{decision}/{r}"])]
+            # Whoever waits for another's bytes has not voted either: one that says nothing comes first.
+            self._heard(missing, beats)
+            missing.sort(key=lambda r: beats[r][1])
             gone = [r for r in missing if self.gone(r) and not self._store.check([f"{decision}/{r}"])]
             late = time.monotonic() > deadline
             if gone or late:
@@ -167,6 +176,40 @@ class ReshardAgreement:
             for name in (f"vote/{key}", f"vote/{key}/count"):
                 self._store.delete_key(name)
 
+    @_from_store
+    def beat(self) -> None:
+        """Say that this rank is there, waiting for others; called again and again by whoever waits."""
+        if self._outer is not None:
+            return self._outer.beat()
+        now = time.monotonic()
+        if now - self._beat_s >= BEAT_S:
+            self._beat_s = now
+            self._store.add(f"beat/{self.rank}", 1)
+
+    @_from_store
+    def silent(self, ranks: Sequence[int]) -> set[int]:
+        """The ranks that do not wait for others, of some that all should: asks for some seconds."""
+        began = time.monotonic()
+        beats: dict[int, tuple[int, float]] = {}
+        first: dict[int, int] = {}
+        while time.monotonic() - began < SILENT_S:
+            self._heard([r for r in ranks if r != self.rank], beats)
+            first = first or {r: count for r, (count, _) in beats.items()}
+            if all(count > first[r] for r, (count, _) in beats.items()):
+                break
+            time.sleep(BEAT_S / 4)
+        return {r for r, (count, _) in beats.items() if count == first[r]}
+
+    def _heard(self, ranks: Sequence[int], beats: dict[int, tuple[int, float]]) -> None:
+        """Note when ranks were last heard of; and be heard of."""
+        if self._outer is not None:
+            return self._outer._heard(ranks, beats)
+        self.beat()
+        for r in ranks:
+            count = int(self._store.add(f"beat/{r}", 0))
+            if r not in beats or beats[r][0] != count:
+                beats[r] = count, time.monotonic()
+
     def _decide(self, decision: str, what: str) -> StrettoError | None:
         return _read_decision(self._store.compare_set(decision, "", what))
 
@@ -180,6 +223,7 @@ class ReshardAgreement:
             if self._store.check([f"{place}/differ"]):
                 return False
             self._said(mine)
+            self.beat()
             for peer in mine.ranks:
                 if not self._store.check([f"{place}/{peer}"]):
                     self._why_not(peer, place, mine, deadline)
@@ -230,6 +274,8 @@ class ReshardAgreement:
 
     def gone(self, peer: int) -> bool:
         """Whether a rank's process is known to have ended."""
+        if self._outer is not None:
+            return self._outer.gone(peer)
         if any(peer == card.rank for card in self._cards):
             return bool(find_gone([card for card in self._cards if card.rank == peer], 0))
         at = self._at(peer)

@@ -21,12 +21,16 @@ if TYPE_CHECKING:
 PAUSE_S = 0.02
 MAX_ATTEMPTS = 16
 """Updates that are tried anew, each without the ranks that were lost in the one before, before one is given up."""
+MAX_DOUBTS = 2
+"""How often one is tried anew with all ranks, where whoever did not come in time has come by now."""
 
 
 class SyncTurn(msgspec.Struct, frozen=True, kw_only=True):
     """What the first trainer announces: the ranks of the next attempt at an update; none of them ends the sync."""
 
     ranks: tuple[int, ...]
+    failed: str = ""
+    """Why the first trainer gives up, where it does."""
 
 
 class ElasticSync:
@@ -43,10 +47,10 @@ class ElasticSync:
         with sync.read() as weights: ...
 
     The first trainer announces each attempt at an update with its ranks: all trainers, and the servers that have come
-    and neither left nor died. A server that dies in the middle is left out, and the others get the version in the next
-    attempt; one that comes late gets the newest version with the next update. A lost trainer is an error for all, and
-    servers keep the version that they have: whole, old or new. Without the first trainer nothing is announced, and
-    `follow` says so.
+    and neither left nor died. A server that dies in the middle, or does not go on within the world's timeout, is left
+    out, and the others get the version in the next attempt; one that comes late, or goes on later, gets the newest
+    version with the next update. A lost trainer is an error for all, and servers keep the version that they have:
+    whole, old or new. Without the first trainer nothing is announced, and `follow` says so.
     """
 
     def __init__(
@@ -77,9 +81,11 @@ class ElasticSync:
         self._sync: WeightSync | None = None
         self._ranks: tuple[int, ...] = ()
         self._lost: set[int] = set()
+        """Where servers stand that were lost; one that comes again stands elsewhere."""
+        self._there = False
+        """Whether this server has been announced since it came."""
         if not self.trains:
-            place = int(self._store.add("elastic/servers", 1))
-            self._store.set(f"elastic/server/{place}", str(world.rank))
+            self._come()
 
     @property
     def version(self) -> int:
@@ -89,10 +95,8 @@ class ElasticSync:
     @property
     def servers(self) -> tuple[int, ...]:
         """The servers that have come, and have neither left nor been lost, as far as the store says."""
-        count = int(self._store.add("elastic/servers", 0))
-        there = [int(self._store.get(f"elastic/server/{at}")) for at in range(1, count + 1)]
-        gone = [rank for rank in there if rank in self._lost or self._left(rank) or self.world.agreement.gone(rank)]
-        return tuple(rank for rank in there if rank not in gone)
+        found = {rank for place, rank in self._places() if place not in self._lost}
+        return tuple(r for r in sorted(found) if not self._left(r) and not self.world.agreement.gone(r))
 
     def update(self, **how: Any) -> int:
         """The next version to all servers that are there; all trainers call this, with what `WeightSync.update` takes.
@@ -106,19 +110,21 @@ class ElasticSync:
         """
         if not self.trains:
             raise InvalidInput("update: only trainers call it; servers call follow")
+        leads, deadline, doubts = self.world.rank == self.trainers[0], None, 0
         for _ in range(MAX_ATTEMPTS):
-            if self.world.rank == self.trainers[0]:
+            if leads:
                 self._announce((*self.trainers, *self.servers))
-            turn = self._next(None)
+            turn = self._next(deadline)
             if turn is None or len(turn.ranks) == len(self.trainers):
                 return self.version
             try:
                 return self._sync_of(turn.ranks).update(**how)
-            except PeerLost:
-                lost = self._gone(turn.ranks)
-                if lost & set(self.trainers) or not lost:
-                    raise
-                self._lost |= lost
+            except PeerLost as error:
+                self._ranks = ()
+                if leads:
+                    doubts += not self._leave_out(turn.ranks, error, doubts < MAX_DOUBTS)
+                else:
+                    deadline = self._patience(error)
         raise PeerLost(f"update: servers were lost in each of {MAX_ATTEMPTS} attempts")
 
     def follow(self, timeout_s: float | None = None) -> int | None:
@@ -139,14 +145,22 @@ class ElasticSync:
             if turn is None or not turn.ranks:
                 return None
             if self.world.rank not in turn.ranks:
+                # The first trainer has not heard of this server yet, or went on without it.
+                if self._there:
+                    self._ranks = ()
+                    self._come()
+                continue
+            self._there = True
+            if int(self._store.add("elastic/turn", 0)) > self._turn:
+                # It has ended without this server, which was not here.
+                self._ranks = ()
                 continue
             try:
                 return self._sync_of(turn.ranks).update()
-            except PeerLost:
-                # Another server was lost: the first trainer announces another attempt. A trainer: there is none.
-                lost = self._gone(turn.ranks)
-                if lost & set(self.trainers) or not lost:
-                    raise
+            except PeerLost as error:
+                # The first trainer decides who was lost: it announces another attempt, or gives up.
+                self._ranks = ()
+                self._patience(error)
 
     @contextmanager
     def read(self) -> Iterator[Weights]:
@@ -170,6 +184,43 @@ class ElasticSync:
     def _left(self, rank: int) -> bool:
         return bool(self._store.check([f"elastic/left/{rank}"]))
 
+    def _come(self) -> None:
+        self._there = False
+        place = int(self._store.add("elastic/servers", 1))
+        self._store.set(f"elastic/server/{place}", str(self.world.rank))
+
+    def _places(self) -> list[tuple[int, int]]:
+        """Where each server stands, in the order in which they came."""
+        count = int(self._store.add("elastic/servers", 0))
+        return [(at, int(self._store.get(f"elastic/server/{at}"))) for at in range(1, count + 1)]
+
+    def _leave_out(self, ranks: Sequence[int], error: PeerLost, doubt: bool) -> bool:
+        """The first trainer goes on without the servers that were lost; raises if a trainer was.
+
+        Where nobody is lost any more, it goes on with all of them if it is in `doubt`, and raises otherwise.
+        """
+        places = self._places()
+        lost = self._gone(ranks) or self.world.agreement.silent(ranks)
+        if lost & set(self.trainers) or not (lost or doubt):
+            self._announce((), str(error))
+            self._turn += 1
+            raise error
+        self._lost |= {place for place, rank in places if rank in lost}
+        return bool(lost)
+
+    def _patience(self, error: PeerLost) -> float:
+        """Until when the first trainer must have announced what comes next; it is there first, if it lives."""
+        key = f"elastic/turn/{self._turn + 1}"
+        deadline: float = time.monotonic() + self._store.timeout.total_seconds()
+        while not self._store.check([key]):
+            self.world.agreement.beat()
+            if time.monotonic() > deadline:
+                raise error
+            if self.world.agreement.gone(self.trainers[0]) and not self._store.check([key]):
+                raise error
+            time.sleep(PAUSE_S)
+        return deadline
+
     def _gone(self, ranks: Sequence[int]) -> set[int]:
         """The ranks whose processes have ended; a process that has just been killed may still be ending."""
         for _ in range(50):
@@ -179,8 +230,8 @@ class ElasticSync:
             time.sleep(PAUSE_S)
         return set()
 
-    def _announce(self, ranks: Sequence[int]) -> None:
-        text = msgspec.json.encode(SyncTurn(ranks=tuple(sorted(ranks))))
+    def _announce(self, ranks: Sequence[int], failed: str = "") -> None:
+        text = msgspec.json.encode(SyncTurn(ranks=tuple(sorted(ranks)), failed=failed))
         self._store.set(f"elastic/turn/{self._turn + 1}", text)
         self._store.add("elastic/turn", 1)
 
@@ -189,6 +240,7 @@ class ElasticSync:
         key, leader = f"elastic/turn/{self._turn + 1}", self.trainers[0]
         pause_s = PAUSE_S / 8
         while not self._store.check([key]):
+            self.world.agreement.beat()
             if deadline is not None and time.monotonic() > deadline:
                 return None
             if leader != self.world.rank and self.world.agreement.gone(leader) and not self._store.check([key]):
@@ -196,18 +248,23 @@ class ElasticSync:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S)
         self._turn += 1
-        return msgspec.json.decode(self._store.get(key), type=typed(SyncTurn))
+        turn = msgspec.json.decode(self._store.get(key), type=typed(SyncTurn))
+        if turn.failed:
+            raise PeerLost(turn.failed)
+        return turn
 
     def _sync_of(self, ranks: tuple[int, ...]) -> WeightSync:
         if self._sync is not None and ranks == self._ranks and self._sync.usable:
             return self._sync
         self._ranks = ranks
+        # What a rank has left unfinished in another attempt must not be taken for this one.
+        world = self.world.part(f"elastic/attempt/{self._turn}")
         if self._sync is not None:
-            self._sync = self._sync.reform(ranks)
+            self._sync = self._sync.reform(ranks, _world=world)
         else:
             given: Any = self._given
             self._sync = WeightSync(
                 given if self.trains else None, None if self.trains else given, ranks=ranks,
-                staging_bytes=self._staging_bytes, world=self.world,
+                staging_bytes=self._staging_bytes, world=world,
             )  # fmt: skip
         return self._sync

@@ -61,7 +61,7 @@ class SourceGuard:
         self._here: list[torch.Tensor] | None = None
         self._here_read = False
         self.checksums: dict[str, int] | None = None
-        """Those of the sources as they were, if they are wanted."""
+        """The checksums of the source tensors at the start of the update; None unless they are wanted."""
         self.refused = ""
         """Why this rank cannot take part in the update; empty where it can."""
         self.copied_bytes = 0
@@ -111,6 +111,9 @@ class SourceGuard:
 
         Returns:
             What was done: "copy", "wait", or "nothing" if everything had been read already.
+
+        Raises:
+            InvalidInput: `how` is none of these words.
         """
         if how not in ("copy", "wait", "cheaper"):
             raise unknown("how", how, ("copy", "wait", "cheaper"))

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 
 import msgspec
+import numpy as np
 import torch
 
 from ...errors import InvalidInput
@@ -43,6 +45,8 @@ def pieces_of(made: Sequence[MappedTensor], target: Dict, rank: int) -> dict[str
             if (before.shape, before.dtype) != (piece.shape, piece.dtype):
                 raise InvalidInput(f"{name!r}: is needed as {before} and, for {one.to!r}, as {piece}")
             ways[name] = _whole(piece, rank)
+        if one.scale:
+            _check_scales(one, target, rank)
     where = {name: way for name, way in ways.items() if name in needed}
     found = {
         name: TensorPart(local=torch.empty(_size(at, rank), dtype=dtype_of(at.dtype), device=at.device), where=at)
@@ -83,7 +87,7 @@ def assembled(
         count = len(rule.sources)
         groups = [locals_[at : at + count] for at in range(0, len(locals_), count)]
         wholes = [torch.cat(group, rule.concat or 0) if group[1:] else group[0] for group in groups]
-        joined = torch.stack(wholes) if rule.stack else wholes[0]
+        joined = (torch.stack(wholes) if wholes else _no_tensors(one, to, rank)) if rule.stack else wholes[0]
         if rule.rows is not None:
             joined = _padded(joined, to, rank)
         if rule.scale:
@@ -125,12 +129,12 @@ def _pieces(one: MappedTensor, to: AnyTensor, rank: int) -> dict[str, PlacedTens
     at = msgspec.structs.replace(at, dtype="bfloat16" if rule.scale else at.dtype)
     cuts = cuts_of(at.placements, len(at.shape))
     if rule.scale:
-        _check_blocks(one, at, cuts)
+        _check_blocks(one, at)
     if rule.stack:
         return _stacked(one, at, cuts, rank)
-    shapes = [shape] * len(one.sources)
+    shapes, fused = [shape] * len(one.sources), None
     if rule.concat is not None:
-        shapes = _split(one, shape)
+        shapes, fused = _split(one, shape), rule.concat
     if rule.rows is not None:
         if not rule.rows <= shape[0]:
             raise InvalidInput(f"{one.to!r}: rows: {rule.rows} do not fit into {shape[0]}")
@@ -142,7 +146,8 @@ def _pieces(one: MappedTensor, to: AnyTensor, rank: int) -> dict[str, PlacedTens
     if rule.transpose:
         shapes = [[*s[:-2], s[-1], s[-2]] for s in shapes]
     placed = {axis: turned.get(dim, dim) for axis, dim in cuts.items()}
-    return {name: _piece(at, s, placed) for name, s in zip(one.sources, shapes, strict=True)}
+    even = None if fused is None else turned.get(fused, fused)
+    return {name: _piece(one, at, s, placed, even) for name, s in zip(one.sources, shapes, strict=True)}
 
 
 def _split(one: MappedTensor, shape: Sequence[int]) -> list[list[int]]:
@@ -157,7 +162,8 @@ def _split(one: MappedTensor, shape: Sequence[int]) -> list[list[int]]:
 def _stacked(one: MappedTensor, at: PlacedTensor, cuts: Mapping[int, int], rank: int) -> dict[str, PlacedTensor]:
     """The tensors of a stack, and their pieces: where the stack is cut by tensor, each is on the ranks that have it."""
     rule, shape = one.rule, list(at.shape[1:])
-    shapes = _split(one, shape) if rule.concat is not None else [shape]
+    fused = rule.concat
+    shapes = _split(one, shape) if fused is not None else [shape]
     last = len(shape) - 1
     turned = {last: last - 1, last - 1: last} if rule.transpose else {}
     if rule.transpose:
@@ -170,7 +176,8 @@ def _stacked(one: MappedTensor, at: PlacedTensor, cuts: Mapping[int, int], rank:
         places, inside = _owners(at, cuts, inside)
     sizes = [size for _ in places for size in shapes]
     where = [place for place in places for _ in shapes]
-    return {name: _piece(w, size, inside) for name, w, size in zip(one.sources, where, sizes, strict=True)}
+    even = None if fused is None else turned.get(fused, fused)
+    return {name: _piece(one, w, size, inside, even) for name, w, size in zip(one.sources, where, sizes, strict=True)}
 
 
 def _owners(
@@ -190,16 +197,21 @@ def _owners(
     return [found[owner[e]] for e in range(at.shape[0])], {rest.index(axis): dim for axis, dim in inside.items()}
 
 
-def _piece(at: PlacedTensor, shape: Sequence[int], cuts: Mapping[int, int]) -> PlacedTensor:
-    """The layout of a piece on the mesh of the tensor that it is a piece of."""
+def _piece(
+    one: MappedTensor, at: PlacedTensor, shape: Sequence[int], cuts: Mapping[int, int], even: int | None
+) -> PlacedTensor:
+    """The layout of a piece on the mesh of the tensor that it is a piece of; dimension `even` must divide."""
     placements = tuple(f"S({cuts[axis]})" if axis in cuts else "R" for axis in range(len(at.mesh_shape)))
-    size = list(shape)
-    for axis, dim in cuts.items():
-        ways = at.mesh_shape[axis]
-        if size[dim] % ways:
-            raise InvalidInput(f"a piece of {list(shape)}: dimension {dim} does not divide into {ways} shards")
-        size[dim] //= ways
+    ways = prod(at.mesh_shape[axis] for axis, dim in cuts.items() if dim == even)
+    if even is not None and shape[even] % ways:
+        raise InvalidInput(f"{one.to!r}: a piece of {list(shape)}: dimension {even} does not divide into {ways} shards")
     return msgspec.structs.replace(at, shape=tuple(shape), placements=placements)
+
+
+def _no_tensors(one: MappedTensor, to: AnyTensor, rank: int) -> torch.Tensor:
+    """The part of a rank that has none of a stack's tensors."""
+    size = _size(placed_tensor(one.to, to, rank), rank)
+    return local_of(to).new_empty(size, dtype=torch.bfloat16 if one.rule.scale else to.dtype)
 
 
 def _padded(rows: torch.Tensor, to: AnyTensor, rank: int) -> torch.Tensor:
@@ -220,12 +232,28 @@ def _quantized(value: torch.Tensor, dtype: torch.dtype, block: int) -> tuple[tor
     return small[..., :rows, :columns].to(dtype), scales
 
 
-def _check_blocks(one: MappedTensor, at: PlacedTensor, cuts: Mapping[int, int]) -> None:
+def _check_blocks(one: MappedTensor, at: PlacedTensor) -> None:
     """Refuse shards that cut through a block: each rank computes the scales of its own blocks."""
-    size = list(at.shape)
-    for axis, dim in cuts.items():
-        size[dim] //= at.mesh_shape[axis]
-        if dim >= len(at.shape) - 2 and at.mesh_shape[axis] > 1 and size[dim] % one.rule.block:
-            raise InvalidInput(
-                f"{one.to!r}: shards of {size[dim]} in dimension {dim} cut through blocks of {one.rule.block}"
-            )
+    block = one.rule.block
+    tiles = at.layout().tiles(at.shape)[:, -2:]
+    sizes = tiles[..., 1] - tiles[..., 0]
+    ends = np.asarray(at.shape[-2:])
+    wrong = (sizes > 0) & ((tiles[..., 0] % block > 0) | ((tiles[..., 1] % block > 0) & (tiles[..., 1] < ends)))
+    for where, dim in np.argwhere(wrong)[:1].tolist():
+        raise InvalidInput(
+            f"{one.to!r}: shards of {sizes[where, dim]} in dimension {dim + len(at.shape) - 2} "
+            f"cut through blocks of {block}"
+        )
+
+
+def _check_scales(one: MappedTensor, target: Dict, rank: int) -> None:
+    """Refuse scales that lie on a rank otherwise than the blocks of its weights."""
+    at = placed_tensor(one.to, target[one.to], rank)
+    scales = placed_tensor(one.scale, target[one.scale], rank)
+    block = one.rule.block
+    tile = at.tile(rank)
+    *outer, rows, columns = tile
+    want = (*outer, *((begin // block, -(-end // block)) for begin, end in (rows, columns)))
+    have = scales.tile(rank) if rank in scales.ranks else ()
+    if have != want and all(begin < end for begin, end in tile):
+        raise InvalidInput(f"{one.scale!r}: rank {rank} has {have} of it, and weights for {want}")

@@ -189,6 +189,7 @@ class ReshardState:
         targets = self._locals(self.sets[to], [move.dst_meshes for move in self._moves])
 
         def check() -> None:
+            self._agreement.beat()
             failed = self._agreement.decided(key)
             if failed is not None:
                 raise failed

@@ -81,7 +81,7 @@ class WeightRun:
     route: str = "executor"
     """How ours moved the bytes: by the executor, on GPU memory, through pinned memory, or by messages."""
     copied_us: float = 0.0
-    """On a GPU: how long it takes to copy what servers get once, on all of them at the same time."""
+    """How long one copy of what servers get takes on a GPU, on all of them at the same time; 0 on CPUs."""
 
 
 def run_weights(
@@ -216,7 +216,7 @@ class WeightRunner:
             while self.trains and not until(count):
                 x @ x
                 if x.is_cuda:
-                    # Not the whole GPU, on which kernels of the update wait for other ranks.
+                    # Only this stream is waited for: on the whole GPU, kernels of the update wait for other ranks.
                     torch.cuda.current_stream().synchronize()
                 count += 1
             return count, time.monotonic() - start

@@ -125,7 +125,7 @@ def filled(tensor: Tensor, side: Layout, rank: int, device: str) -> torch.Tensor
     for dim, (begin, end) in enumerate(where):
         steps = torch.arange(begin, end, device=device) * (2 * dim + 1) * 7919
         value = value * 31 + steps.view([-1 if d == dim else 1 for d in range(len(where))])
-    # Of bf16 only bit patterns of ordinary numbers.
+    # For bf16 only bit patterns of ordinary numbers are drawn.
     return (value % (0x7F00)).to(torch.int16).view(torch.bfloat16).contiguous()
 
 

@@ -301,7 +301,7 @@ class WeightSync:
         self._log.whole = self._log.whole or names is None
         return number
 
-    def reform(self, ranks: Any, source: Dict | None = None) -> WeightSync:
+    def reform(self, ranks: Any, source: Dict | None = None, *, _world: SyncWorld | None = None) -> WeightSync:
         """A sync of other ranks, after one was lost or for one that has come: all of `ranks` call this or make one.
 
         The new sync has the tensors of this one (or another `source`, where a lost trainer's parts come from
@@ -311,6 +311,7 @@ class WeightSync:
         Args:
             ranks: the ranks of the new sync, this one among them.
             source: what this rank sends from now on; None for what it has sent.
+            _world: the world of the new sync, for `ElasticSync`; that of this one when not given.
 
         Returns:
             The new sync.
@@ -324,7 +325,7 @@ class WeightSync:
             with self._lock:
                 now, version = self._state.target(self._current), self._versions[self._current] or 0
             given = self._state.source if source is None else source
-            limit, world = self._state.staging_limit, self._state.world
+            limit, world = self._state.staging_limit, _world or self._state.world
         return WeightSync(
             given or None, now or None, ranks=ranks, staging_bytes=limit, world=world, copies=self._copies,
             deltas=self._deltas, _version=version,

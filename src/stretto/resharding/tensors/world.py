@@ -77,6 +77,14 @@ class SyncWorld:
         found.port = store.port
         return found
 
+    def part(self, name: str) -> SyncWorld:
+        """The same ranks with agreements and groups of their own: what was left unfinished here does not reach them."""
+        found = SyncWorld(c10d.PrefixStore(f"{name}/", self.store), self.rank, size=self.size)
+        inside = c10d.PrefixStore("stretto/resharding", found.store)
+        found.agreement = ReshardAgreement(inside, self.rank, outer=self.agreement)
+        found.port = self.port
+        return found
+
     def number(self, name: str) -> int:
         """Count what is made under one name: ranks that make things in the same order get the same numbers."""
         number = self._made[name] = self._made.get(name, 0) + 1

@@ -32,7 +32,7 @@ class StreamTrail:
     calls: tuple[RecordedCall, ...] = ()
 
     def behind(self, other: StreamTrail) -> StreamTrail:
-        """The same, behind another one as well."""
+        """The trail of a stream that waits for another one: the later place, and the calls of both."""
         later = other if other.place > self.place else self
         return StreamTrail(later.place, later.moment, tuple(dict.fromkeys((*self.calls, *other.calls))))
 

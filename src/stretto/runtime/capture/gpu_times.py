@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 cuda: Any = torch.cuda
-"""Its events and streams have no types."""
+"""`torch.cuda` as `Any`: its events and streams have no types."""
 
 
 class GpuTimes:

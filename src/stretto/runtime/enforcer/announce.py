@@ -121,7 +121,7 @@ class Announcements:
         return [msgspec.json.decode(one, type=typed(Stray)) for one in self._all(f"{number}/strays/{iteration}")]
 
     def end(self, number: int, stay: int, why: str) -> None:
-        """Nothing can bring ranks together again; the first reason stays.
+        """Announce that a plan's ranks cannot come together again; of several reasons the first one stays.
 
         Args:
             number: The plan.

@@ -382,7 +382,7 @@ class _Places:
         return [(ROOM, lo, hi) for lo, hi in spans]
 
     def blocks(self, leaf: Motif, *, even: bool) -> tuple[list[Piece], list[Piece]]:
-        """The same for an all-to-all: blocks (source, destination), in the order of the program's buffers."""
+        """The pieces of an all-to-all: blocks (source, destination) in the order of the program's buffers."""
         n = len(leaf.ranks)
         at = leaf.ranks.index(self.rank)
         first, last = leaf.window
@@ -428,7 +428,7 @@ def _scaled(leaf: Motif, scale: tuple[int, int]) -> Motif | None:
 
 
 def joined(pieces: Sequence[Piece]) -> Pieces:
-    """Neighbours drawn together."""
+    """The pieces with those that lie side by side merged."""
     return tuple(_runs(pieces))
 
 

@@ -30,7 +30,7 @@ class CompiledOp:
     averages: bool
     """Whether every reduction is one over all ranks, which can be an average; else sums are divided at the end."""
     only: CompiledMotif | None
-    """Its only motif, where that works in place on the op's own memory, in one piece."""
+    """The op's only motif, where that works in place on the op's own memory, in one piece."""
 
     @classmethod
     def of(cls, binding: OpBinding, motifs: Mapping[int, CompiledMotif | None]) -> CompiledOp:

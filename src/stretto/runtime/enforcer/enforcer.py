@@ -33,6 +33,7 @@ from .announce import Announcements, Place, Stray
 from .carrier import CarrierMaker, CarrierSite, PendingMaximum
 from .carriers import make
 from .compiled_op import CompiledOp
+from .link_turns import TurnBoard
 from .measured import MeasuredWindow
 from .messages import MessageLines
 from .planned_work import STALLED_S
@@ -87,6 +88,8 @@ class Enforcer:
         self._every = every
         self._sequencer = Sequencer(self._tell_failure)
         self._announcements = Announcements(self._rank)
+        self._board = TurnBoard(self._rank, self._sequencer, self._announcements.generation)
+        self._sequencer.link_turns = self._board
         self._job = world.engine.job
         self._carrier = make(
             carrier,
@@ -205,6 +208,7 @@ class Enforcer:
         if CURRENT.enforcer is self:
             CURRENT.enforcer = None
             self._messages.close()
+            self._board.close()
             self._carrier.close()
 
     def __enter__(self) -> Enforcer:
@@ -224,7 +228,7 @@ class Enforcer:
             self._marked = True
             if active is not None and self._position < len(active.expected):
                 if not self._position and self._empty < PATIENCE:
-                    # Nothing of the step at all: a batch that was skipped, or another kind of step, in plain order.
+                    # The iteration had no call of the step: its batch was skipped, or it ran another step.
                     self._empty += 1
                     self._boundary(empty=True)
                     return
@@ -416,7 +420,7 @@ class Enforcer:
             ended = self._announcements.ended(number, stay)
             for before in sorted({self._before, self._round} if active else ()):
                 seen = self._strays if before == self._before else {}
-                # Who is inside an iteration has gone past the calls before it.
+                # A rank that is inside an iteration has gone past the calls before it.
                 past = self._round >= before and self._position > 0
                 for stray in self._announcements.strays(number, before):
                     ended = ended or stray.contradicts(before, self._rank, seen, past=past)
@@ -504,6 +508,9 @@ class Enforcer:
         compares = self.compares and new is not None and new.plan.name != PLAIN
         self._trial = PlainTrial(self._iteration) if compares else None
         if new is not None:
+            if new.share.takes_turns:
+                with self._sequencer.lock:
+                    self._board.begin(new.number, self._round, new.plan.iteration_us, sorted(new.share.tells))
             self._sequencer.add(new.begin(self._round))
             if self._rank == 0:
                 log.info("plan %d (%s) is active from iteration %d on", new.number, new.hash, self._iteration)
@@ -553,7 +560,7 @@ class Enforcer:
             active = self._plans.active_as(queued.plan)
             ahead = self._sequencer.behind(queued) if active is not None else None
             if ahead is not None and ahead.is_message:
-                # It may never come, and can go without the plan when it does.
+                # The message may never be called for, and can go without the plan when it is.
                 self._messages.pass_by(ahead)
                 return
             if active is not None and ahead is not None and ahead.place >= self._here(active):
@@ -581,7 +588,7 @@ class Enforcer:
             stuck = self._keep_only(lambda one: one.plan != number or (one.place < place and not one.is_message))
         touched = next((one for one in stuck if not one.untouched), None)
         if touched is not None:
-            # Its memory is half way, and the rank that gave up will never join: no order can save this.
+            # The op's memory is half reduced, and the rank that gave up will never join: no order can save this op.
             error = PlanMismatch(f"{touched.rank_op.op.name} cannot end: {said}")
             self._announcements.end(number, self._plans.stay(number), str(error))
             for one in stuck:

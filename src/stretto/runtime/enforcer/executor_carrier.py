@@ -65,7 +65,7 @@ class ExecutorCarrier(HostCarrier):
         self._networks = list(channels_of(os.environ))
         # Works of a plan are numbered from a place of its own: what used a communicator before does not matter.
         self._base = site.generation << 16
-        # Both by the ids of programs, which are theirs alone while they are kept here.
+        # Both are kept by the ids of programs, which no other object gets while the programs are kept here.
         self._handles: dict[tuple[int, int, int], tuple[Program, LoadedProgram]] = {}
         self._lowered: dict[int, tuple[Program, Lowered]] = {}
         self._ends = EndReports(job.executor, site.sequencer.ended)
@@ -175,7 +175,7 @@ class ExecutorCarrier(HostCarrier):
         self._ends.add_late(motif)
 
     def agree(self, values: Sequence[int]) -> PendingMaximum:
-        """On a communicator of its own."""
+        """A maximum over all ranks, found on a communicator that is used for nothing else; see `Carrier.agree`."""
         from ...algorithms import algorithm
 
         if self._fence is None:
@@ -255,7 +255,7 @@ class WholeSubmission(BaseSubmission):
     ) -> None:  # fmt: skip
         super().__init__(owner, queued, queued.plain)
         self._carrier, self._loaded = carrier, loaded
-        # Not the application's own object, which may be given other memory while the op is held back.
+        # The application may give its own tensor object other memory while the op is held back.
         self._tensor: torch.Tensor | None = tensor.detach()
         # What is only moved, never added to, may have any type.
         self._op, self._name = (reduce, NAMES[tensor.dtype]) if reduce else ("sum", "uint8")

@@ -38,7 +38,7 @@ from .rank_plan import RankMotif
 from .sequencer import ActiveMotif, QueuedMotif
 
 Gloo: Any = dist.ProcessGroupGloo
-"""Its stubs lack half of it."""
+"""PyTorch's gloo backend as `Any`, because its stubs lack half of the methods."""
 NOTHING = torch.empty(0, dtype=torch.uint8)
 PAUSE_S = 0.0005
 Explain = Callable[[Exception], Exception]
@@ -58,7 +58,7 @@ Calls = SimpleQueue[Callable[[], None] | None]
 
 
 class GlooLane:
-    """One communicator, and the thread that makes its calls one after the other, until nobody can make any."""
+    """One communicator, and the thread that makes its calls one after the other until the lane is freed."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -70,7 +70,7 @@ class GlooLane:
 def _make_calls(calls: Calls) -> None:
     while (call := calls.get()) is not None:
         call()
-        # It knows the lane, which lives as long as something knows it.
+        # A call refers to the lane, which would not be freed while this thread waits for the next call.
         del call
 
 
@@ -90,11 +90,11 @@ class GlooCarrier(HostCarrier):
         self._interfaces = {name: config.devices for name, config in channels_of(os.environ).items()}
         self._lanes: dict[tuple[int, tuple[str, ...], tuple[int, ...]], GlooLane] = {}
         self._alive: weakref.WeakSet[GlooLane] = weakref.WeakSet()
-        """All lanes, those of unloaded plans whose calls still run among them."""
+        """All lanes, including those of unloaded plans whose calls still run."""
         self._control = self._group("control", tuple(range(site.size)), ())
 
     def refusal(self, call: CollectiveCall, engine: Engine) -> str:
-        """What the executor would not run either, where there is one: so calls do not depend on the carrier."""
+        """Refuse what the executor would refuse, where there is one, so that calls do not depend on the carrier."""
         return engine.refusal(call) if engine.job.executor is not None else super().refusal(call, engine)
 
     def load(self, number: int, rank_motif: RankMotif, binding: MotifBinding) -> GlooMotif:
@@ -127,7 +127,7 @@ class GlooCarrier(HostCarrier):
         """The lane's thread reports every end."""
 
     def agree(self, values: Sequence[int]) -> PendingMaximum:
-        """On a communicator of its own."""
+        """A maximum over all ranks, found on a communicator that is used for nothing else; see `Carrier.agree`."""
         return GlooMaximum(self._control, values, self.explained)
 
     def explained(self, error: Exception) -> Exception:
@@ -135,7 +135,7 @@ class GlooCarrier(HostCarrier):
         if gloo_failure(error) is GlooFailure.OTHER:
             return error
         found = error if self._roll_call.told() else self._explain(error)
-        # A rank that has found the lost one tells so and leaves, perhaps meanwhile: it looks like a lost one itself.
+        # A rank that has found the lost one says so and leaves, so that it may look like a lost rank itself by now.
         lost = self._roll_call.told()
         if not lost and isinstance(found, PeerLost):
             self._roll_call.tell(str(found))
@@ -148,7 +148,7 @@ class GlooCarrier(HostCarrier):
         return named
 
     def unload(self, number: int) -> None:
-        """What was submitted and is held back still has its lanes; they end with it."""
+        """Forget the lanes of a plan; ops that were submitted and are held back keep theirs until they have run."""
         for key in list(self._lanes):
             if key[0] == number:
                 self._lanes.pop(key, None)
@@ -167,7 +167,7 @@ class GlooCarrier(HostCarrier):
 
 
 def communicator(store: Any, rank: int, size: int, interface: str, timeout: timedelta) -> Any:
-    """One of gloo's, bound to an interface; all its ranks make it together.
+    """Make a communicator of gloo that is bound to an interface; all its ranks make it together.
 
     Args:
         store: Where the ranks find each other; nobody else may use its keys.
@@ -224,9 +224,9 @@ class GlooMaximum:
         self._work = group.allreduce([self._values], options)
 
     def over(self, timeout_s: float) -> bool:
-        """Whether it has ended, well or not, within a time."""
+        """Whether gloo's call has ended, with or without an error, within a time."""
         deadline = time.monotonic() + timeout_s
-        # Not a wait with a limit: gloo would give the call up.
+        # gloo would give the call up after a wait with a limit, so its end is polled.
         while not self._work.is_completed():
             if time.monotonic() > deadline:
                 return False

@@ -65,7 +65,7 @@ class Pool(ProcessPart):
         self._lock = threading.Lock()
 
     def take(self, dtype: torch.dtype, size: int) -> torch.Tensor:
-        """So many elements, of no value."""
+        """A tensor of `size` elements that are not set."""
         with self._lock:
             free = self._free.get((dtype, size))
             if free:
@@ -136,7 +136,7 @@ def stage(layout: RowLayout, regions: Regions, dtype: torch.dtype, pool: Pool) -
         return StagedBuffers((tensor, begin, end), (tensor, at, until), layout)
     binding = layout.binding
     if binding.exchange is not None and binding.program is not None:
-        # Its pieces are read and written where they are.
+        # The pieces of an exchange are read and written where they are.
         given, taken = regions[IN], regions[OUT]
         assert given is not None
         assert taken is not None

@@ -54,7 +54,7 @@ class MessageSubmission(BaseSubmission):
         self._lines.begin(self)
 
     def begin_now(self) -> None:
-        """The same for this one alone; `MessageLines` calls it once."""
+        """Begin this message alone; `MessageLines` calls this once."""
         try:
             self.inner = self._plain()
         except Exception as error:
@@ -90,10 +90,10 @@ class MessageSubmission(BaseSubmission):
         self._ran(motif)
 
     def over(self) -> None:
-        """There is nothing to do."""
+        """Do nothing: a message holds no memory of a pool."""
 
     def run_plainly(self) -> None:
-        """Without the plan it begins at once."""
+        """Begin the message at once, as it is without the plan."""
         self._queued.settle(None)
 
 
@@ -226,7 +226,7 @@ class MessageLines:
         self._counts.clear()
 
     def pass_by(self, queued: QueuedOp) -> None:
-        """Nobody waits any longer for a message that has not been submitted."""
+        """Stop waiting for a message that has not been submitted, and keep its place for when it is."""
         if queued.submission is None:
             self._keep_place(queued)
 

@@ -63,7 +63,7 @@ class NcclCall:
     elapsed_us = 0.0
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """There is nothing to wait for."""
+        """True at once: a motif of NCCL is ordered by streams, and the host waits for none."""
         return True
 
 
@@ -130,7 +130,7 @@ class NcclCarrier:
         if engine.size == 1:
             return "a group of one rank"
         if call.splits is not None:
-            # Not whether a tensor is empty: those of other ranks may not be.
+            # An empty tensor is no reason to refuse, since those of other ranks may hold data.
             return "sparse tensors" if any(tensor.layout != torch.strided for tensor in call.inputs) else ""
         tensor = call.tensor
         if tensor.layout != torch.strided or tensor.numel() == 0:
@@ -213,7 +213,7 @@ class NcclCarrier:
                 self._held.popleft()
 
     def watch(self, motif: QueuedMotif) -> None:
-        """It has ended as soon as it is started."""
+        """Do nothing: for the host a motif has ended as soon as it is started."""
 
     def agree(self, values: Sequence[int]) -> PendingMaximum:
         """The maximum over all ranks, computed on the host."""

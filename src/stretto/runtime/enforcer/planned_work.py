@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the application gets to wait for when it makes a call under a plan."""
+"""`PlannedWork`: the work of a call under a plan, for which the application waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .submission import BaseSubmission, SubmissionOwner
 
 TICK_S = 0.25
 STALLED_S = 1.0
-"""A wait that takes this long looks whether another rank has given up the plan."""
+"""The seconds of waiting after which a work asks whether another rank has given up the plan."""
 
 
 class PlannedWork(GroupWork):
@@ -32,7 +32,7 @@ class PlannedWork(GroupWork):
         super().__init__(tensors)
         self._owner, self._sequencer = owner, sequencer
         self._under_way: tuple[QueuedOp, BaseSubmission] | None = (queued, submission)
-        """None once it is over: works are remembered for long, and what they are made of need not be."""
+        """The op and its submission; None once the op has ended, because applications keep works for long."""
 
     def _block(self, timeout: timedelta) -> bool:
         if self._under_way is None:
@@ -112,7 +112,7 @@ class PlannedWork(GroupWork):
 
 
 def _ended(started: ActiveMotif, timeout_s: float) -> bool:
-    """Whether it has, well or not."""
+    """Whether a motif has ended, with or without an error, within a time."""
     try:
         return started.wait(timeout_s)
     except Exception:

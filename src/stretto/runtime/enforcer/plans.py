@@ -199,7 +199,7 @@ class Plans:
         return self._stays.get(number, 0)
 
     def leave(self, why: str, *, mine: bool) -> None:
-        """Nothing is active from here on. What this rank has seen itself may pass: then the plan rests, some times."""
+        """Make no plan active from here on; where the reason is this rank's own, the plan may rest instead."""
         left = self.active
         assert left is not None
         self.fell_back = why

@@ -116,7 +116,9 @@ class PreparedPlan:
         cluster: Cluster | None, programs: Programs,
     ) -> None:  # fmt: skip
         self.plan, self.number, self.hash = plan, number, plan.hash
-        self.share: RankPlan = share_of(plan, workload, rank, hosts, messages=not carrier.one_launch_order)
+        self.share: RankPlan = share_of(
+            plan, workload, rank, hosts, messages=not carrier.one_launch_order, link_turns=not carrier.one_launch_order
+        )
         self._splits = frozenset(number for number, rank_op in self.share.ops.items() if carries_splits(rank_op))
         exchanges = {number for number, rank_op in self.share.ops.items() if rank_op.whole.kind == "AA"}
         self.expected = ExpectedOps(workload, rank, frozenset(exchanges - self._splits))
@@ -142,7 +144,7 @@ class PreparedPlan:
         call, op = queued.call, queued.rank_op.number
         assert call is not None
         if call.op in ONE_TENSOR and len(call.inputs) == 1:
-            # Its size is known before anything is laid out, which some carriers need not do.
+            # The call's size is known before memory is laid out, which some carriers need not do.
             return self.bound(op, call.inputs[0].numel() if call.reduce else call.nbytes)
         buffers = queued.buffers
         if buffers is None:
@@ -152,7 +154,7 @@ class PreparedPlan:
         return self.bound(op, buffers.count)
 
     def bound(self, op: int, elements: int) -> CompiledOp:
-        """An op for so many elements of its larger buffer."""
+        """The compiled op for a number of elements of its larger buffer."""
         key = (op, elements)
         found = self._bound.get(key)
         if found is None:

@@ -29,6 +29,16 @@ OUTWARD, INWARD = ">", "<"
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinkTurnOf:
+    """What a motif waits for at this rank before its turn on a link: a motif of other ranks of the host."""
+
+    op: int
+    motif: int
+    lag: int
+    peers: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankMotif:
     """One motif of a comm-op on one rank: its leaf of the expression, and who runs it how.
 
@@ -46,9 +56,12 @@ class RankMotif:
     program: Program | None = None
     """What the plan brings along where the algorithm is not the library's; over positions in the leaf's ranks."""
     brief: bool
-    """Whether it is over so soon that the next one need not wait for it: between the two a channel would lie idle."""
+    """Whether the motif ends so soon that the next one need not wait: a channel would lie idle between the two."""
     lines: tuple[str, ...] = ()
     """The lines in which it stands: its channels, or single directions of them where messages stand there, too."""
+    link_turns: tuple[LinkTurnOf, ...] = ()
+    tells: tuple[int, ...] = ()
+    """Other ranks of this host that have their turn on a link when it has ended here."""
 
     def __post_init__(self) -> None:
         if not self.lines:
@@ -87,6 +100,16 @@ class RankPlan:
     """The messages of this rank by source and destination, in the application's order; in `ops` are those in line."""
 
     @property
+    def tells(self) -> frozenset[int]:
+        """The ranks of this host that wait for turns on links behind motifs of this rank."""
+        return frozenset(peer for one in self.ops.values() for motif in one.motifs for peer in motif.tells)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether motifs of this rank wait for turns on links, or others for them."""
+        return any(motif.link_turns or motif.tells for one in self.ops.values() for motif in one.motifs)
+
+    @property
     def most_ahead(self) -> int:
         """How many iterations before its own a motif runs, at most."""
         return max((turn.ahead for turn in self.turns), default=0)
@@ -97,7 +120,9 @@ class RankPlan:
         return max((-turn.ahead for turn in self.turns), default=0)
 
 
-def share_of(plan: Plan, workload: Workload, rank: int, hosts: Sequence[str], *, messages: bool = False) -> RankPlan:
+def share_of(
+    plan: Plan, workload: Workload, rank: int, hosts: Sequence[str], *, messages: bool = False, link_turns: bool = False
+) -> RankPlan:
     """What a rank does in a plan.
 
     Args:
@@ -106,6 +131,7 @@ def share_of(plan: Plan, workload: Workload, rank: int, hosts: Sequence[str], *,
         rank: The rank.
         hosts: Every rank's host: groups that lie on hosts in the same way share an expression.
         messages: Whether messages between two ranks stand in line, too.
+        link_turns: Whether motifs of different groups take turns on links, where the plan has such turns.
 
     Returns:
         The rank's share.
@@ -131,6 +157,7 @@ def share_of(plan: Plan, workload: Workload, rank: int, hosts: Sequence[str], *,
     sent: dict[tuple[int, int], list[int]] = {}
     lanes = _Lanes()
     programs = _Programs(plan)
+    taking_part: dict[tuple[int, int], set[int]] = {}
     for made in plan.ops:
         number = workload.index[made.op]
         op = workload.ops[number]
@@ -144,14 +171,48 @@ def share_of(plan: Plan, workload: Workload, rank: int, hosts: Sequence[str], *,
             continue
         for group, batches in _by_group(made, op, workload, hosts):
             rank_op = _planned(plan, made, number, op, group, batches, lanes, rank, programs)
+            for at, leaves in enumerate(batches):
+                taking_part.setdefault((number, at), set()).update(one for leaf in leaves for one in leaf.ranks)
             if rank in group:
                 ops[number] = rank_op
+    if link_turns:
+        _add_link_turns(ops, plan, workload, rank, hosts, taking_part)
     mine = {(number, rank_motif.number) for number, rank_op in ops.items() for rank_motif in rank_op.motifs}
     turns = tuple(Turn(op=op, motif=at, ahead=ahead) for _, op, at, ahead in order if (op, at) in mine)
     return RankPlan(
         ops=_in_directions(ops), turns=turns, num_lanes=lanes.count,
         messages={pair: tuple(sorted(numbers)) for pair, numbers in sent.items()},
     )  # fmt: skip
+
+
+def _add_link_turns(
+    ops: dict[int, RankOp], plan: Plan, workload: Workload, rank: int, hosts: Sequence[str],
+    taking_part: Mapping[tuple[int, int], set[int]],
+) -> None:  # fmt: skip
+    """Write down for this rank's motifs what they wait for on this host, and which ranks of it wait for them."""
+    waits: dict[tuple[int, int], list[LinkTurnOf]] = {}
+    tells: dict[tuple[int, int], set[int]] = {}
+    for turn in plan.link_turns:
+        late, early = (workload.index[turn.op], turn.motif), (workload.index[turn.behind], turn.behind_motif)
+        first = {one for one in taking_part.get(early, ()) if hosts[one] == hosts[rank]}
+        then = {one for one in taking_part.get(late, ()) if hosts[one] == hosts[rank]}
+        # A rank of both has them in line already.
+        if rank in then and rank not in first and first:
+            found = LinkTurnOf(op=early[0], motif=early[1], lag=turn.lag, peers=tuple(sorted(first)))
+            waits.setdefault(late, []).append(found)
+        if rank in first:
+            tells.setdefault(early, set()).update(then - first)
+    for number, one in ops.items():
+        motifs = tuple(
+            replace(
+                motif,
+                link_turns=tuple(waits.get((number, motif.number), ())),
+                tells=tuple(sorted(tells.get((number, motif.number), ()))),
+            )
+            for motif in one.motifs
+        )
+        if motifs != one.motifs:
+            ops[number] = replace(one, motifs=motifs)
 
 
 def _message(made: OpPlan, number: int, op: Op, pair: tuple[int, ...], rank: int) -> RankOp:
@@ -167,7 +228,7 @@ def _message(made: OpPlan, number: int, op: Op, pair: tuple[int, ...], rank: int
 
 
 def _in_directions(ops: Mapping[int, RankOp]) -> dict[int, RankOp]:
-    """The same, with a line for each direction of the channels on which messages stand: collectives hold both."""
+    """The ops with a line for each direction of the channels that have messages; a collective holds both directions."""
     parted = {channel for one in ops.values() if one.op.kind == "send" for channel in one.motifs[0].channels}
 
     def lines(rank_motif: RankMotif) -> tuple[str, ...]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may go next: motifs in the plan's order on each channel, each as soon as its channels are free.
+"""The sequencer: starts motifs in the plan's order on each channel, each as soon as its channels are free.
 
 Every channel has a line. A motif starts when it stands first in the lines of all its channels, none of them is busy,
 its op has been submitted, and the motifs of the op that it waits for have ended. Brief motifs do not wait for each
@@ -47,18 +47,18 @@ class ActiveMotif(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the motif has ended, with or without an error."""
 
     @property
     def error(self) -> Exception | None:
-        """Why it failed, once it has."""
+        """The error of the motif, once it has failed; else None."""
 
     @property
     def elapsed_us(self) -> float:
         """Microseconds from start to end."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until it has ended; False when the time is up."""
+        """Block until the motif has ended; False when the time is up."""
 
 
 class QueuedMotif:
@@ -86,6 +86,19 @@ class QueuedMotif:
         self.watched = False
         self.start_us = self.end_us = 0.0
         self.ready_us = 0.0
+
+
+class LinkTurns(Protocol):
+    """What is known of turns on links that motifs share with those of other ranks of the host."""
+
+    def came(self, motif: QueuedMotif) -> bool:
+        """Whether a motif has its turn."""
+
+    def tell(self, motif: QueuedMotif) -> None:
+        """A motif has ended here."""
+
+    def forget(self) -> None:
+        """Motifs that wait for a turn may have gone out of line."""
 
 
 class Submission(Protocol):
@@ -152,21 +165,21 @@ class QueuedOp:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Where it stands in the order of submission, the same on all ranks."""
+        """The op's position (iteration, number) in the order of submission, the same on all ranks."""
         return self.iteration, self.rank_op.number
 
     @property
     def is_message(self) -> bool:
-        """Whether it is a message between two ranks, which can go without the plan at any time."""
+        """Whether the op is a message between two ranks, which can go without the plan at any time."""
         return self.rank_op.op.kind == "send"
 
     @property
     def untouched(self) -> bool:
-        """Whether none of its motifs has been started."""
+        """Whether none of the op's motifs has been started."""
         return all(motif.state == WAITING for motif in self.motifs.values())
 
     def running(self) -> QueuedMotif | None:
-        """A motif of it that is under way."""
+        """A motif of the op that is under way, or None."""
         for one in self.motifs.values():
             if one.state == RUNNING and one.active is not None:
                 return one
@@ -190,13 +203,13 @@ class QueuedOp:
             self._event.set()
 
     def forget(self) -> None:
-        """It has ended, and is in no line any more: without circles it goes at once, not when garbage is collected."""
+        """Break the reference circles of an op that has ended, so that it is freed at once."""
         self.submission = None
         for motif in self.motifs.values():
             del motif.op
 
     def settle(self, error: Exception | None) -> None:
-        """It is over: let everybody know. The application's tensors are not kept."""
+        """Mark the op as ended, wake those that wait for it, and let go of the application's tensors."""
         self.error = error
         self.done = True
         if self.call is not None:
@@ -221,7 +234,9 @@ class Sequencer:
         self._failed = failed
         """Called without the lock, before those who wait for an op get the failure."""
         self.failure: Exception | None = None
-        """What ended it; nothing runs any more."""
+        """The error that ended the sequencer, after which no motif runs any more; else None."""
+        self.link_turns: LinkTurns | None = None
+        """Asked before motifs that have turns on links; None lets them go."""
         self._lines: dict[str, deque[QueuedMotif]] = {}
         self._busy: dict[str, list[QueuedMotif]] = {}
         self._open: dict[int, QueuedOp] = {}
@@ -282,7 +297,7 @@ class Sequencer:
     def _begin(self, queued: QueuedOp) -> bool:
         """Start what may start now that an op was submitted; whether some of it waits. Called with the lock."""
         motifs = queued.motifs.values()
-        # Nothing but its own motifs became ready by this.
+        # Submitting an op makes none but its own motifs ready.
         if len(motifs) == 1:
             (only,) = motifs
             if not self._ready(only):
@@ -319,6 +334,14 @@ class Sequencer:
             assert motif.op.submission is not None
             motif.op.submission.watch(motif)
 
+    def stir(self) -> None:
+        """Turns on links may have come: start what may start now."""
+        with self.lock:
+            self._advance()
+            self._measure_held()
+        self._finish()
+        self.watch()
+
     def under_way(self, queued: QueuedOp) -> QueuedMotif | None:
         """A motif of an op that runs; where none does, the start of the next one ends ``queued.wait()``."""
         with self.lock:
@@ -335,6 +358,8 @@ class Sequencer:
                 self._lines[channel] = deque(motif for motif in line if wanted(motif.op))
             for number in gone:
                 del self._open[number]
+            if self.link_turns is not None:
+                self.link_turns.forget()
             self._advance()
             self._measure_held()
         self._finish()
@@ -356,6 +381,7 @@ class Sequencer:
                 # The channels are free before the data is where it belongs.
                 self._advance()
             self._measure_held(motif.end_us)
+        self._tell(motif)
         self._finish()
         if error is not None:
             self.fail(error)
@@ -363,7 +389,7 @@ class Sequencer:
         self._bring(motif)
 
     def fail(self, error: Exception) -> None:
-        """Nothing of this can go on: everybody who waits gets the error."""
+        """End all open ops with an error, which everything that waits for them raises."""
         with self.lock:
             self._break(error)
         self._finish()
@@ -425,7 +451,9 @@ class Sequencer:
                     continue
                 for channel in motif.rank_motif.lines:
                     line = self._lines.get(channel)
-                    if line and line[0].op.submission is None and not self._busy[channel]:
+                    if not line or self._busy[channel]:
+                        continue
+                    if line[0].op.submission is None or (line[0] is motif and not self._has_turn(motif)):
                         return True
         return False
 
@@ -461,7 +489,15 @@ class Sequencer:
                 for other in busy:
                     if not other.rank_motif.brief:
                         return False
-        return self._after_is_over(motif)
+        return self._after_is_over(motif) and self._has_turn(motif)
+
+    def _has_turn(self, motif: QueuedMotif) -> bool:
+        """Whether a motif need not wait for one of other ranks of this host, with which it shares a link."""
+        return not motif.rank_motif.link_turns or self.link_turns is None or self.link_turns.came(motif)
+
+    def _tell(self, motif: QueuedMotif) -> None:
+        if motif.rank_motif.tells and self.link_turns is not None:
+            self.link_turns.tell(motif)
 
     @staticmethod
     def _after_is_over(motif: QueuedMotif) -> bool:
@@ -477,6 +513,7 @@ class Sequencer:
         motif.start_us = now_us()
         # A report costs a thread's wake-up, which is only worth it where something comes after.
         motif.watched = len(motif.op.motifs) > 1 or bool(motif.op.callbacks) or self._followed(motif)
+        motif.watched = motif.watched or bool(motif.rank_motif.tells)
         assert motif.op.submission is not None
         try:
             motif.active = motif.op.submission.start(motif)
@@ -487,6 +524,7 @@ class Sequencer:
             motif.state = ENDED
             motif.end_us = motif.start_us
             self._free(motif)
+            self._tell(motif)
             motif.op.left -= 1
             if not motif.op.left:
                 self._finished.append(motif.op)
@@ -494,7 +532,7 @@ class Sequencer:
             motif.op.stir()
 
     def _break(self, error: Exception) -> None:
-        """Nothing goes on. Called with the lock."""
+        """Mark all open ops as failed. Called with the lock."""
         self.failure = self.failure or error
         self._broken.extend(self._open.values())
         self._open.clear()

@@ -28,11 +28,11 @@ class StreamPool(Pool):
         self._device = device
 
     def take(self, dtype: torch.dtype, size: int) -> torch.Tensor:
-        """So many elements, of no value."""
+        """A tensor of `size` elements that are not set."""
         return torch.empty(size, dtype=dtype, device=self._device)
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Letting go of it is enough."""
+        """Do nothing: PyTorch's allocator gets the tensor's memory when nothing refers to it."""
 
 
 class OpMemory(Protocol):
@@ -147,7 +147,7 @@ class StreamSubmission(StagedSubmission):
         return all(event.query() for event in self.ends.values())
 
     def run_plainly(self) -> None:
-        """Nothing of it has started, and nothing will: run it as the application asked."""
+        """Run the call as the application asked: none of its motifs has started, and none will."""
         torch.cuda.current_stream(self._nccl.device).wait_event(self.begun)
         super().run_plainly()
 

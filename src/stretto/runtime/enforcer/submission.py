@@ -79,14 +79,14 @@ class BaseSubmission(ABC):
 
     @abstractmethod
     def over(self) -> None:
-        """All motifs have ended."""
+        """Finish the op, all of whose motifs have ended."""
 
     def let_go(self) -> None:
-        """Works are remembered for long: the application's tensors must not be, nor a plan that has ended."""
+        """Let go of the application's tensors and of the plan, because applications keep works for long."""
         self._plain = never
 
     def run_plainly(self) -> None:
-        """Nothing of it has started, and nothing will: run it as the application asked, unless it has been."""
+        """Run the call as the application asked, unless it has been: none of its motifs has started, and none will."""
         if self._plain is not never:
             self.instead = self._plain()
         self.let_go()
@@ -121,13 +121,13 @@ class PlaceSubmission(BaseSubmission):
         """Do nothing: a motif without data ends at once."""
 
     def watch(self, motif: QueuedMotif) -> None:
-        """It has ended already."""
+        """Do nothing: the motif has ended already."""
 
     def moved(self, motif: QueuedMotif) -> None:
         """Do nothing: there is no data to copy."""
 
     def over(self) -> None:
-        """There is nothing to do."""
+        """Do nothing: an op without data holds no memory."""
 
 
 class MotifRunner(Protocol):
@@ -207,7 +207,7 @@ class StagedSubmission(BaseSubmission):
         self._ran(motif)
 
     def over(self) -> None:
-        """All motifs have ended."""
+        """Finish the op, all of whose motifs have ended."""
         buffers = self._buffers
         if buffers is None:
             return

@@ -27,7 +27,7 @@ class PlainTrial:
     begun: int
 
     def side(self, iteration: int) -> Side | None:
-        """Who runs an iteration; None: the plan.
+        """The side of the trial that runs an iteration; None where the plan runs it.
 
         >>> trial = PlainTrial(100)
         >>> [trial.side(100 + SETTLED + at) for at in (-1, 0, 4, 5, 9, 10, 19, 20)]

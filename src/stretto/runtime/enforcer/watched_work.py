@@ -37,7 +37,7 @@ class WatchedWork(GroupWork):
                 return inner.wait(timedelta(seconds=min(TICK_S, left_s)))
             except TimeoutError:
                 if inner.is_completed():
-                    # It has ended by itself in a timeout of its own.
+                    # The work has ended by itself, with a timeout of its own backend, which this raises.
                     return inner.wait()
                 now = time.monotonic()
                 if now - looked >= look_s:

@@ -89,22 +89,22 @@ class ProgramWork:
 
     @property
     def number(self) -> int:
-        """Its place in the order of its communicator."""
+        """The position of the work in the order of its communicator."""
         return self._native.number
 
     @property
     def id(self) -> int:
-        """Its name in `Executor.wait_any`: no two works of an executor have the same."""
+        """The work's number for `Executor.wait_any`: no two works of an executor have the same."""
         return self._native.id
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not; never waits."""
+        """Whether the work has ended, with or without an error; never waits."""
         return self._native.done
 
     @property
     def error(self) -> StrettoError | None:
-        """Why it failed, once it has."""
+        """The error of the work, once it has failed; else None."""
         if not self._native.done or not self._native.failure:
             return None
         return failure_error(self._native.failure, self._native.why)
@@ -357,6 +357,7 @@ class Executor:
         Raises:
             PeerLost: A rank is gone.
             InvalidInput: The program does not take so many elements, this type or this reduction.
+            StrettoError: The executor was closed, or has failed before.
         """
         self._home.check()
         arguments = self._checked(handle, input, output, count, dtype, op)
@@ -637,7 +638,7 @@ def load_native() -> Any:
         return importlib.import_module("stretto._executor")
     except ImportError as error:
         raise StrettoError(
-            f"the executor is not available ({error}); pip install libucx-cu12, then install stretto again to build it"
+            f"the executor is not available ({error}); pip install libucx-cu12 and, from source, stretto again"
         ) from None
 
 

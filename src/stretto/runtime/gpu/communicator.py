@@ -38,7 +38,7 @@ SLOT_BYTES = 64 << 20
 PACKET_BYTES = 8 << 20
 MAX_BLOCKS = 32
 LL_BYTES = 2 << 20
-"""Divided by the ranks: up to here `load` takes packets by itself for tensors that are not."""
+"""This many bytes, divided by the number of ranks, is the size up to which `load` chooses packets by itself."""
 BLOCKS_PER_SM = 1
 """The blocks that fit on a multiprocessor: 512 threads with 128 registers each, as the kernel is compiled."""
 FLAG_BYTES = 4 * MAX_RANKS
@@ -346,7 +346,7 @@ class GpuCommunicator:
         return self._writer(number, peer - MAX_RANKS) if peer >= MAX_RANKS else peer, step
 
     def _writer(self, number: int, slot: int) -> int:
-        """Who sends the packets of one of this rank's slots."""
+        """The rank that sends the packets of one of this rank's slots."""
         streams = self._by_number[number].fused.steps
         return next(
             rank for rank, stream in enumerate(streams) for step in stream for item in step.items

@@ -47,7 +47,7 @@ class GpuParams(ctypes.Structure):
 
 
 class PacketParams(ctypes.Structure):
-    """The same for programs of packets alone; `PacketParams` in kernel_packets.cu."""
+    """The parameters of the kernel for programs of packets alone; `PacketParams` in kernel_packets.cu."""
 
     _fields_ = [
         ("limits", GpuLimits), ("state", ctypes.c_uint64), ("memory", ctypes.c_uint64 * QUIET_RANKS),
@@ -59,7 +59,7 @@ class PacketParams(ctypes.Structure):
 
 
 class EndParams(ctypes.Structure):
-    """The same for programs whose ranks meet at the beginning and the end alone; `EndParams` in kernel_ends.cu."""
+    """The parameters of the kernel for programs whose ranks meet at both ends alone; `EndParams` in kernel_ends.cu."""
 
     _fields_ = [
         ("limits", GpuLimits), ("state", ctypes.c_uint64), ("memory", ctypes.c_uint64 * QUIET_RANKS),
@@ -125,7 +125,7 @@ def compiled(dtype: str, reduce: str, shapes: int, capability: tuple[int, int], 
 
 
 def cached_cubin(source: str, options: list[str]) -> bytes:
-    """Some CUDA code as a cubin, from the cache where it is there.
+    """Compile CUDA code to a cubin, or take it from the cache.
 
     Args:
         source: The code.

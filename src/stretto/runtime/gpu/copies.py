@@ -20,7 +20,7 @@ TILE_BYTES = 1 << 16
 """The most bytes of a tile: what the threads of a block have under way at a time."""
 THREADS = 512
 BLOCKS_PER_SM = 2
-"""As many blocks of that size as an SM takes; more would wait for these."""
+"""The blocks of `THREADS` threads that an SM runs at once; further blocks would wait for these."""
 TILE = np.dtype(
     [("from", "<u8"), ("to", "<u8"), ("from_step", "<u8"), ("to_step", "<u8"), ("rows", "<u4"), ("row_bytes", "<u4")]
 )

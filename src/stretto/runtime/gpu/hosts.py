@@ -175,7 +175,7 @@ class HostsCommunicator:
         stops = loaded.plan.staged.network_stages
         distance = max(1, (SLOTS - 1) // max(stops, 1))
         if stops * distance >= SLOTS:
-            # So many turns between inside and out: one slice behind the other.
+            # With that many changes between stages inside and between hosts, slices run one behind the other.
             distance = 0
         for tick in range(len(turns) + stops * distance if distance else 0):
             for part in range(stops, -1, -1):

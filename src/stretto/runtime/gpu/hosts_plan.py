@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ...programs.stages import INPUT, Leg, Source, Staged
 
 ALIGN = 256
-"""Bytes: where every region of staging memory begins."""
+"""Every region of staging memory begins at a multiple of this many bytes."""
 VECTOR_BYTES = 16
 
 
@@ -43,7 +43,7 @@ class HostsStep:
     network: bool
     leg: Leg
     me: int
-    """The rank in the leg."""
+    """This rank's position among the ranks of `leg`."""
     reads: tuple[Run, ...]
     inputs: int
     outputs: int
@@ -51,22 +51,22 @@ class HostsStep:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HostsPlan:
-    """Everything that one rank does."""
+    """One rank's part in every stage of a staged program, and where its results end up."""
 
     staged: Staged
     rank: int
     steps: tuple[HostsStep, ...]
     results: tuple[Run, ...]
-    """What belongs in the output, in its order."""
+    """The chunks that make up the rank's output, in the output's order."""
 
     @property
     def inputs(self) -> int:
-        """The chunks of the rank's input."""
+        """The number of chunks in the rank's input."""
         return len(self.staged.collective.inputs(self.rank))
 
     @property
     def outputs(self) -> int:
-        """The chunks of its output."""
+        """The number of chunks in the rank's output."""
         return len(self.staged.collective.outputs(self.rank))
 
     @cached_property
@@ -105,7 +105,7 @@ def plan_for(staged: Staged, rank: int) -> HostsPlan:
 
 
 def runs(sources: Sequence[Source]) -> tuple[Run, ...]:
-    """Neighbours as one.
+    """Sources in runs: those that lie side by side in one buffer become one `Run`.
 
     >>> runs([Source(0, 1), Source(0, 2), Source(-1, 3)])
     (Run(stage=0, start=1, length=2), Run(stage=-1, start=3, length=1))

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 WORD = 8
 LOOK_S = 0.25
-"""Between two questions whether a rank is lost."""
+"""The seconds between two questions whether a rank is lost, while a call is under way."""
 REST_S = 1.0
-"""The same while nothing is under way."""
+"""The seconds between two questions whether a rank is lost, while no call is under way."""
 
 
 class DeviceWords(Protocol):

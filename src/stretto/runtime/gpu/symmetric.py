@@ -44,7 +44,7 @@ class SymmetricMemory:
 
     def find(self, tensor: torch.Tensor) -> tuple[int, list[int]] | None:
         """The offset of a tensor in the allocation that holds it, and where that begins on each rank."""
-        # Of a tensor without elements PyTorch gives no address.
+        # PyTorch gives no address for a tensor without elements, so it is computed from the storage.
         at = tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()
         for begin, end, pointers, _ in self._ranges:
             if begin <= at and at + tensor.nbytes <= end:

@@ -29,7 +29,7 @@ FIT_TIMES, FIT_ROUNDS = 3, 4
 """Flows of each size, and how often they are repeated while the machine is too busy for a clean line."""
 MEMORY_TIMES = 8
 MEMORY_S = 0.004
-"""The same for both inside a host, where nothing is shaped and large buffers would only fill the caches."""
+"""How often and how long flows inside a host are timed: nothing is shaped there, and large buffers only fill caches."""
 FIRST_BYTES = 128 << 10
 SHARED = 1.35
 """Flows that take that many times as long together as alone share a link (two that share one equally take 2)."""
@@ -263,7 +263,7 @@ class _Search:
         return [(src, dst) for dst in (targets[:MAX_FAN] if capped else targets[-1:])]
 
     def _ports(self, near: list[Pair], capped: bool) -> list[list[tuple[int, ...]]]:
-        """For every host its ranks by the uplink that they share."""
+        """The ranks of every host, grouped by the uplink that they share."""
         ports = [[ranks] for ranks in self.hosts]
         for each in self._apart(near):
             several = [pair for pair in each if len(self.hosts[pair[0]]) > 1]
@@ -392,7 +392,7 @@ class _Search:
 
 
 def _memory(meter: LinkMeter, hosts: tuple[tuple[int, ...], ...]) -> HostMemory:
-    """Neighbours inside hosts, every second one sending, all hosts at once."""
+    """Measure pairs of neighboring ranks inside hosts, where every second rank sends, on all hosts at once."""
     pairs = [(ranks[at], ranks[at + 1]) for ranks in hosts for at in range(0, len(ranks) - 1, 2)]
     rates = np.full(len(pairs), np.median(_rates(meter, pairs, MEMORY, MEMORY_S)))
     sizes = [_sizes(rates, MEMORY_S * share) for share in FIT_SHARES]

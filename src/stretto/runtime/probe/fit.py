@@ -41,7 +41,7 @@ def fit_line(nbytes: Sequence[float], times_us: ArrayLike) -> Fit:
         raise InvalidInput("nbytes: a line needs two sizes")
     slope, offset = np.polyfit(sizes, least, 1)
     if slope <= 0:
-        # Nothing but latency was seen; the largest size bounds the rate from below.
+        # Larger flows took no longer, so that only latency was seen; the largest size bounds the rate from below.
         offset, slope = 0.0, float(least[-1] / sizes[-1])
     left = (offset + slope * sizes) / least - 1
     return Fit(offset_us=float(offset), gb_per_s=float(1e-3 / slope), error=float(np.sqrt(np.mean(left**2))))

@@ -34,7 +34,7 @@ ALGORITHMS = {"all_reduce": ("direct", "ring"), "all_gather": ("direct", "ring")
 """What the GPU executor is timed with; other collectives have only the direct algorithm."""
 PACKET_BYTES = 1 << 20
 JUDGED = 3
-"""One of so many times, drawn, is not fitted."""
+"""One of this many measured times, drawn by a seed, is not fitted but judges the fit."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

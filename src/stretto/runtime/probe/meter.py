@@ -138,7 +138,7 @@ class JobMeter:
                     work.wait()
             last = self._start(answer, answer_bytes, start)
             last.wait()
-            # Not the work's own time: much can have been sent before the answer was asked for.
+            # The flow's own work is not timed: much can have been sent before the answer was asked for.
             mine[at] = (time.perf_counter() - begin) * 1e6
             for work in works:
                 work.wait()

@@ -25,7 +25,7 @@ FREE = ("launch_us", "instruction_us", "signal_us", "handover_us", "copy", "redu
 MOST = 6
 """Algorithms of each collective and size: fast ones, and some with many more instructions."""
 JUDGED = 3
-"""One of so many times is not fitted."""
+"""One of this many measured times is not fitted but judges the fit."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ class ProbeResult:
     ring_us: float
     """What a ring all-reduce of `RING_BYTES` over the ranks in order is predicted to take."""
     renumbered_ring_us: float
-    """The same in the order of `renumbering`."""
+    """What that all-reduce is predicted to take with the ranks in the order of `renumbering`."""
     seconds: float
     """How long the measurements took."""
 

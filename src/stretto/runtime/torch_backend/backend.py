@@ -53,7 +53,7 @@ ALL_TO_ALL_SINGLE = group_method("all_to_all_single")
 POINT_TO_POINT = "programs are for collectives, this is a message between two ranks"
 Method = Callable[..., dist.Work]
 Base: Any = dist.ProcessGroup
-"""Its stubs list overloads that no override can match; here each method takes all of them."""
+"""`ProcessGroup` as `Any`: its stubs list overloads that no override can match, and our methods take all of them."""
 
 
 def own_first(method: Method) -> Method:
@@ -155,7 +155,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         if not devices:
             CURRENT_JOB.job = job
         if options.enabled and options.pool and torch.cuda.is_available():
-            # It needs this module, and loads CUDA's parts of PyTorch.
+            # This import stands here because the module needs this one and loads CUDA's parts of PyTorch.
             from .symmetric_models import install_reducer
 
             install_reducer()
@@ -184,7 +184,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
             for device, kind, backend in self._wrapped:
                 group._register_backend(device, kind if group is self._plain else _custom(kind), backend)
         on_nccl = OWN_BACKEND.asked == "nccl" and len(self._wrapped) > 1
-        # It runs what has no tensor: a barrier of NCCL's waits for the GPU, too.
+        # The default backend runs calls without a tensor: a barrier of NCCL waits for the GPU, too.
         self._plain._set_default_backend(BackendType.NCCL if on_nccl else BackendType.GLOO)
         self._set_default_backend(BackendType.CUSTOM)
         abandon_in_children(self)
@@ -207,7 +207,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
 
     @own_first
     def allreduce(self, tensors: Any, opts: Any = None, *rest: Any, **more: Any) -> dist.Work:
-        """Everybody gets the sum (or another reduction) of all."""
+        """All-reduce: every rank gets the sum (or another reduction) over all ranks."""
         tensors = _listed(tensors)
         if not isinstance(opts, c10d.AllreduceOptions):
             opts = _with(c10d.AllreduceOptions(), more, *rest, reduceOp=opts or more.get("op", dist.ReduceOp.SUM))
@@ -234,7 +234,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
 
     @own_first
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **more: Any) -> dist.Work:
-        """Everybody gets everybody's tensor, each into one of its own."""
+        """All-gather: every rank gets the tensors of all ranks, each in a tensor of its own."""
         outputs, inputs = _listed(output_tensors), _listed(input_tensors)
         outputs = [outputs] if outputs and isinstance(outputs[0], torch.Tensor) else outputs
         if not isinstance(opts, c10d.AllgatherOptions):
@@ -255,7 +255,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
 
     @own_first
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        """Everybody gets everybody's tensor, in one."""
+        """All-gather: every rank gets the tensors of all ranks in one tensor."""
         opts = opts or c10d.AllgatherOptions()
         call = CollectiveCall.of("all_gather", [input], outputs=[output])
         return self._run(call, ALL_GATHER_SINGLE, (output, input, opts), [output], opts)
@@ -285,7 +285,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
 
     @own_first
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **more: Any) -> dist.Work:
-        """Everybody gets one of one rank's tensors."""
+        """Scatter: each rank gets one of the root's tensors."""
         outputs, inputs = _listed(output_tensors), _listed(input_tensors)
         inputs = [inputs] if inputs and isinstance(inputs[0], torch.Tensor) else inputs
         if not isinstance(opts, c10d.ScatterOptions):
@@ -295,7 +295,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
 
     @own_first
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None, **more: Any) -> dist.Work:
-        """Everybody gets its own shard of the reduction, from a list of shards."""
+        """Reduce-scatter: each rank gets its shard of the reduction; inputs are a list of shards."""
         outputs, inputs = _listed(output_tensors), _listed(input_tensors)
         inputs = [inputs] if inputs and isinstance(inputs[0], torch.Tensor) else inputs
         if not isinstance(opts, c10d.ReduceScatterOptions):
@@ -306,7 +306,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
 
     @own_first
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        """Everybody gets its own shard of the reduction."""
+        """Reduce-scatter: each rank gets its shard of the reduction; the input is one tensor."""
         opts = opts or c10d.ReduceScatterOptions()
         call = CollectiveCall.of("reduce_scatter", [input], outputs=[output], reduce=opts.reduceOp)
         return self._run(call, REDUCE_SCATTER_SINGLE, (output, input, opts), [output], opts)
@@ -326,7 +326,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         self, output: torch.Tensor, input: torch.Tensor, output_splits: Any = (), input_splits: Any = (),
         opts: Any = None, **more: Any,
     ) -> dist.Work:  # fmt: skip
-        """Everybody sends a piece of a tensor to everybody; without splits all pieces are equal."""
+        """All-to-all: every rank sends a piece of its tensor to every rank; without splits all pieces are equal."""
         opts = opts or _with(c10d.AllToAllOptions(), more)
         splits = (list(output_splits), list(input_splits))
         given = Splits(output=tuple(splits[0]), input=tuple(splits[1])) if splits[0] or splits[1] else None
@@ -335,14 +335,14 @@ class StrettoGroup(Base):  # type: ignore[misc]
 
     @own_first
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> dist.Work:
-        """Everybody sends a tensor to everybody."""
+        """All-to-all: every rank sends a tensor to every rank."""
         opts = opts or c10d.AllToAllOptions()
         call = CollectiveCall.of("all_to_all", input_tensors, outputs=output_tensors, splits=Splits(listed=True))
         return self._run(call, "alltoall", (output_tensors, input_tensors, opts), output_tensors, opts)
 
     @own_first
     def barrier(self, opts: Any = None, **more: Any) -> dist.Work:
-        """Nobody leaves before all have come."""
+        """Barrier: no rank leaves before all ranks have come."""
         opts = opts or _with(c10d.BarrierOptions(), more)
         call = CollectiveCall.barrier(opts.device if opts.device is not None else CPU)
         return self._run(call, "barrier", (opts,), [], opts)

@@ -47,7 +47,7 @@ class CollectiveCall:
     reduce: str = ""
     root: int = 0
     splits: Splits | None = None
-    """Of an all-to-all whose pieces may differ; else all are equal."""
+    """The sizes of the pieces of an all-to-all, where they may differ; None where all are equal."""
 
     @classmethod
     def of(
@@ -155,7 +155,7 @@ class Buffers:
     """Puts the result where the caller wants it."""
     gives: tuple[int, ...] = ()
     takes: tuple[int, ...] = ()
-    """Of an all-to-all with splits: the bytes that go to, and come from, each rank, one behind the other."""
+    """The bytes that go to (`gives`) and come from (`takes`) each rank of an all-to-all with splits."""
 
     def addresses(self, handle: LoadedProgram) -> tuple[int, int]:
         """The addresses of input and output."""
@@ -167,7 +167,7 @@ class Buffers:
         return 0 if self.source is None else self.source.data_ptr(), output
 
     def pieces(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Of an all-to-all with splits: (address, bytes) of what goes to, and comes from, each rank."""
+        """The (address, bytes) of what goes to, and comes from, each rank in an all-to-all with splits."""
         found = []
         for tensor, sizes in ((self.source, self.gives), (self.target, self.takes)):
             assert tensor is not None
@@ -203,7 +203,7 @@ def lay_out(call: CollectiveCall, kind: str, rank: int, size: int) -> Buffers | 
         The buffers, or None.
     """
     if call.op == "barrier":
-        # Nothing is moved: inside a host it is over as soon as all ranks have announced it.
+        # A barrier moves no data: inside a host it is over as soon as all ranks have announced it.
         return Buffers(source=None, target=None, count=0, dtype="int32", nbytes=4, in_place=True)
     if call.splits is not None:
         return _split(call, call.splits, rank, size)

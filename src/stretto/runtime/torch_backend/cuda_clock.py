@@ -15,7 +15,7 @@ import torch
 from .recording import now_us
 
 cuda: Any = torch.cuda
-"""Its events and streams have no types."""
+"""`torch.cuda` as `Any`: its events and streams have no types."""
 Event = Any
 Topic = TypeVar("Topic")
 """What a note is about."""

@@ -54,7 +54,7 @@ class Engine:
         self.calls = 0
         """How many collectives were submitted; c10d wants the same ones in the same order on all ranks of the group."""
         self.by_one_thread = True
-        """Whether all of them came from the thread that made the group."""
+        """Whether all calls came from the thread that made the group."""
         self._thread = threading.get_ident()
         self._ready: dict[tuple[Any, ...], tuple[LoadedProgram, Choice, bool]] = {}
         self._handles: dict[int, tuple[LoadedProgram, bool]] = {}
@@ -90,7 +90,7 @@ class Engine:
             return ""
         if call.splits is not None:
             sparse = next((tensor for tensor in call.inputs if tensor.layout != torch.strided), None)
-            # Not whether a tensor is empty: those of other ranks may not be.
+            # An empty tensor is no reason to refuse, since those of other ranks may hold data.
             return "" if sparse is None else f"{sparse.layout} tensors"
         tensor = call.tensor
         if tensor.layout != torch.strided:
@@ -299,7 +299,7 @@ class Job:
         return cls(executor, failed, devices)
 
     def enter(self, engine: Engine, *, owns: bool) -> None:
-        """A group uses it; the one that owns it ends it."""
+        """Note that a group uses an engine of this job; the group that owns the job ends it."""
         self.reserve(engine.communicator, engine.generation, engine.selector.devices)
         self.engines.append(engine)
         if owns:
@@ -320,7 +320,7 @@ class Job:
             self.executor.renumber(number, generation << 32)
 
     def give_back(self, number: int) -> None:
-        """Nobody here uses a communicator any longer."""
+        """Note that no group of this process uses a communicator any longer."""
         self._in_use.discard(number)
 
     def taken(self, devices: Sequence[int]) -> int:
@@ -371,7 +371,7 @@ class CurrentJob(ProcessPart):
         self.job: Job | None = None
 
     def job_ended(self) -> None:
-        """There is none until the next one is made."""
+        """Forget the job; there is none until the next one is made."""
         self.job = None
 
 
@@ -404,7 +404,7 @@ def channels_of(environment: Mapping[str, str]) -> dict[str, ChannelConfig]:
 
 
 def _interface(environment: Mapping[str, str]) -> str:
-    """The one whose address this host uses to reach the master."""
+    """The network interface whose address this host uses to reach the master."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             # Connecting a datagram socket sends nothing; it only asks for the route.

@@ -75,7 +75,7 @@ class GpuEngine:
         self._symmetric: list[torch.Tensor] = []
         """Memory that all ranks have made together, in the same order."""
         self._pools: list[SymmetricPool] = []
-        """The same, where PyTorch takes pieces of it."""
+        """Pools of symmetric memory from which PyTorch takes pieces."""
         self._meeting: Meeting | None = None
         self._last: Launch | None = None
         self._lock = threading.Lock()

@@ -55,7 +55,7 @@ class HostsGpuEngine(GpuEngine):
 
     def refusal(self, call: CollectiveCall) -> str:
         """Why a call goes to NCCL; empty where it runs as a program. The same on all ranks."""
-        # Not all of its runs on a GPU have come to their end (docs/gpu.md): only who asks for it by name gets it.
+        # Programs between hosts must be asked for by name, since not all runs on GPUs ended (docs/gpu.md).
         return super().refusal(call) if self._options.between_hosts else ASK
 
     def _refusal_of(self, given: torch.device) -> str:

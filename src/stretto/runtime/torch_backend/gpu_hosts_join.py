@@ -47,10 +47,10 @@ class QuietClock(Clock[None]):
 
 
 class NoSymmetricMemory:
-    """Of a rank that is alone on its host."""
+    """The symmetric memory of a rank that is alone on its host and so has none."""
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is no memory to give back."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -49,7 +49,7 @@ def gpu_refusal(call: CollectiveCall, size: int) -> str:
     if call.op == "barrier":
         return ""
     if call.splits is not None:
-        # Also where they are equal here: those of another rank may not be.
+        # Splits that are equal on this rank are refused, too, since those of another rank may differ.
         return "an all-to-all with splits"
     tensor = call.tensor
     if tensor.layout != torch.strided:

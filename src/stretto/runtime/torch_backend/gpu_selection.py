@@ -22,16 +22,16 @@ from .gpu_layout import KINDS
 from .selection import AS_FAST, ProgramPick, Selector
 
 PRICE = "stretto-gpu:h200"
-"""The runtime whose price decides; where it is not known there is no simulation."""
+"""The runtime with whose prices programs are simulated; without such a runtime nothing is simulated."""
 MAX_SIMULATED = 32
 IN_PLACE = ("all_reduce", "broadcast", "reduce")
 STRAIGHT = "every rank reaches every other one's memory"
 ONE_TRIP_BYTES = 512 << 10
-"""Divided by the ranks: up to here everything to everybody in packets was fastest on an H200 (docs/calibration.md)."""
+"""This, divided by the ranks, is the size up to which packets from all to all were fastest (docs/calibration.md)."""
 
 
 IN_PLACE_BYTES = 256 << 10
-"""Divided by the ranks: above this, calls whose tensors lie in symmetric memory use them there."""
+"""This, divided by the ranks, is the size above which tensors in symmetric memory are used where they lie."""
 
 
 def in_one_trip(nbytes: int, ranks: int) -> bool:
@@ -87,7 +87,7 @@ class GpuSelector:
         if not timed:
             return ProgramPick(program=usual.program, why=STRAIGHT, rejected=tuple(rejected))
         least_us = min(us for us, _ in timed)
-        # Of programs that are as fast the straight one waits least for others.
+        # Among programs that are about as fast, the direct one waits least for other ranks.
         best_us, best = min(
             (pair for pair in timed if pair[0] <= AS_FAST * least_us), key=lambda pair: pair[1].name != "direct"
         )

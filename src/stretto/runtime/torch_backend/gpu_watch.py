@@ -66,7 +66,7 @@ class GroupWatch:
         oldest = engine.flights[0] if engine.flights else None
         if oldest is None:
             if engine.captured:
-                # Nobody knows when a graph runs; but no rank may be gone while graphs can.
+                # It cannot be known when a captured graph runs, but no rank may be lost while graphs can run.
                 self._find_lost(engine, site, None, 0.0)
             return False
         lost = site.communicator.lost()

@@ -29,11 +29,11 @@ def job_store(name: str, *, apart: bool = False) -> Any:
 
 
 def start_store(name: str, *, apart: bool = False) -> Any:
-    """The same for names that ranks number themselves, where some call this and others do not."""
+    """The job's store under a name that ranks number themselves, where only some ranks ask for it."""
     import torch.distributed as dist
     from torch._C import _distributed_c10d as c10d
 
     store: Any = dist.distributed_c10d._get_default_store()
-    # Not every version of PyTorch, nor every kind of store, makes another connection.
+    # Only some versions of PyTorch and kinds of store can be cloned, which makes another connection.
     alone = apart and hasattr(store, "clone")
     return c10d.PrefixStore(f"{name}/start{job_start()}", store.clone() if alone else store)

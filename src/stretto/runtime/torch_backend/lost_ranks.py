@@ -36,7 +36,7 @@ class DelegatedCall:
     peer: int | None = None
     """The rank of the group that a message goes to or comes from."""
     number: int | None = None
-    """Its place among the collectives of its group that the wrapped backend runs, where ranks can be asked for it."""
+    """The call's position among its group's collectives on the wrapped backend; None where it has none."""
 
 
 class LostRanks:
@@ -80,7 +80,7 @@ class LostRanks:
             if found is not None:
                 return found
             over = time.monotonic() > deadline
-            # Not before: what a rank has said on its control connection counts more than that its process has ended.
+            # What a rank has said on its control connection counts more than that its process has ended.
             dead = find_gone(self._cards, 0.0) if executor is None or over else []
             gone = [ranks[at] for at in dead if ranks[at] in among]
             if gone:
@@ -100,7 +100,7 @@ class LostRanks:
                 return (-1, lost) if lost else None
         else:
             mine = ranks[self._engine.rank]
-            # Also ranks outside of the group: a rank of it may wait for one of them, and so not have come to this call.
+            # Other ranks are asked, too: a member of the group may wait for one of them, and so not have come here.
             others = [rank for rank in range(executor.world_size) if rank != mine]
             answers = executor.ask_delegated(self._engine.communicator, call.number or 0, others, ANSWER_S)
             known = self._given_up_or_gone(awaited, 0.0)
@@ -151,6 +151,9 @@ def naming_the_store(known: Callable[[], str]) -> Iterator[None]:
 
     Args:
         known: What is known of a rank of the new group that is lost: with the store goes the rank that holds it.
+
+    Raises:
+        PeerLost: The store went away inside of the block.
     """
     try:
         yield

@@ -3,7 +3,8 @@
 
 Each patch says which attribute, why, and in which versions of PyTorch it is there; `apply` puts a replacement in its
 place and returns what takes it out again. Kernels of operators and settings of the interpreter that are changed for a
-while have a function each, which returns the same. Loads no torch until a patch is applied.
+while have a function each, which returns the same. The option of `torch.compile` that PyTorch offers for an estimate of
+costs is set in `inductor.py`, at the caller's wish. Loads no torch until a patch is applied.
 """
 
 from __future__ import annotations

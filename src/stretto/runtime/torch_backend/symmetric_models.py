@@ -79,7 +79,7 @@ class SymmetricReducer(PlainReducer):  # type: ignore[misc]
         if self._symmetric is None or self._rebuilt:
             yield
             return
-        # Else DDP might ask the wrapped NCCL for memory of its own.
+        # Without this setting DDP might ask the wrapped NCCL for memory of its own.
         before = os.environ.get(NO_OTHER_POOL)
         os.environ[NO_OTHER_POOL] = "1"
         try:
@@ -94,7 +94,7 @@ class SymmetricReducer(PlainReducer):  # type: ignore[misc]
         with self._in_pool():
             rebuilt = bool(super()._rebuild_buckets())
         if rebuilt and self._symmetric is not None:
-            self._rebuilt = True  # It happens once.
+            self._rebuilt = True  # DDP rebuilds its buckets once.
             self._group.gpu.agree_pool(self._symmetric)
         return rebuilt
 

@@ -21,6 +21,7 @@ from .concurrent import MAX_VARIABLES, FlowNeeds, concurrent_flow, lengths, need
 from .counting import counted_in_time
 from .cuts import Cut, Need, prefix_cuts, region_cuts, regions, sink_needs, source_needs, worst_sink
 from .demand import Demand, demand_of
+from .first_sends import first_sends
 from .net import ArcNetwork, Floats
 from .partition import narrowest_partition
 from .passing import helps, passing_weights
@@ -432,6 +433,12 @@ def _all_reduce(cluster: Cluster, net: ArcNetwork, demand: Demand) -> Iterator[B
             reason = f"counting: each byte is received {times} times by {who}, which take in {rate}"
             method = "max-flow over partitions"
             yield BoundProof.of(net, found.into.astype(np.float64), times * share, reason, method, False)
+        for sends in first_sends(net, wanters.astype(np.int32), cluster.node_multicast):
+            used = sends.weights > 0
+            links = f"{np.count_nonzero(used)} links of {float(sends.weights[used] @ net.rate[used]) / 1e3:.6g} GB/s"
+            order = "hear after a tree from all to it" if sends.hears else "send before a tree from it to all"
+            reason = f"first sends: {BYTES} (weighted) must pass {links} in all, since all but one rank {order}"
+            yield BoundProof.of(net, sends.weights, sends.share * share, reason, "max-flow LP", False)
 
 
 def _adopt_relays(cluster: Cluster, ranks: NDArray[np.int32]) -> NDArray[np.int64]:

@@ -189,7 +189,7 @@ def _around(net: ArcNetwork, times: MessageTimes, ends: Ends, inside: Mask) -> I
 
 
 def far_ones(distance: Floats) -> Iterator[NDArray[np.int64]]:
-    """All of them, those that are far, and the farthest."""
+    """Positions in `distance`: all of them, those that are far, and the farthest."""
     steps = np.unique(distance.round(9))
     if not len(steps):
         return

@@ -88,7 +88,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return held
 
     def _alike(self, users: torch.optim.Optimizer, of: Callable[[str], list[torch.Tensor]]) -> torch.optim.Optimizer:
-        """The same optimizer over other tensors."""
+        """An optimizer of the user's class and settings over other tensors."""
         made = object.__new__(type(users))
         made.__dict__.update(users.__dict__)
         made.__dict__.pop("step", None)  # a scheduler may have wrapped the user's step

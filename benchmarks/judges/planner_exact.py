@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...errors import InvalidInput
-from ...solvers import cp_sat
-from ...units import check_seed
-from ..algebra.nodes import is_queued
-from .problem import MotifTask, PlanProblem
-from .resources import op_ends
-from .schedule import Scheduler, StepSchedule
+from stretto.errors import InvalidInput
+from stretto.planner.algebra.nodes import is_queued
+from stretto.planner.schedule.problem import MotifTask, PlanProblem
+from stretto.planner.schedule.resources import op_ends
+from stretto.planner.schedule.schedule import Scheduler, StepSchedule
+from stretto.solvers import cp_sat
+from stretto.units import check_seed
 
 Resource = tuple[object, str]
 
@@ -58,10 +58,6 @@ def solve_exactly(
     serial: bool = False,
 ) -> Exact:
     """The optimum of a small problem.
-
-    >>> from stretto.planner.example import figure6
-    >>> solve_exactly(figure6()).value_us
-    9.5
 
     Args:
         problem: a problem with at most 12 comm-ops, compiled or not.

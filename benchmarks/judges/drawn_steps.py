@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from random import Random
 
-from ..workload import Dep, Op, Workload
-from .schedule.problem import MotifTask, Option, PlanProblem
+from stretto.planner.schedule.problem import MotifTask, Option, PlanProblem
+from stretto.workload import Dep, Op, Workload
 
 FAST = ("nvlink", "rdma")
 SLOW = ("pcie", "ethernet")

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..cluster import Cluster
-from ..errors import Infeasible
-from ..planner.algebra.nodes import nodes_of
-from ..planner.schedule.merge import Merge, transfers_of
-from ..workload.ordering import in_order
-from .flows import CONTENTION, flow_costs
-from .model import ModelSpec
-from .representation import Strategy
-from .simulate import flows_of, prepared
+from stretto.cluster import Cluster
+from stretto.errors import Infeasible
+from stretto.planner.algebra.nodes import nodes_of
+from stretto.planner.schedule.merge import Merge, transfers_of
+from stretto.strategy.flows import CONTENTION, flow_costs
+from stretto.strategy.model import ModelSpec
+from stretto.strategy.representation import Strategy
+from stretto.strategy.simulate import flows_of, prepared
+from stretto.workload.ordering import in_order
 
 ITERATIONS = 3
 MAX_TRANSFERS = 2_000_000

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ..errors import VerificationError
-from .fused import Fused
-from .fused_steps import IN, OUT, PACKET, SLOT, FusedItem, FusedStep, MemoryPlace
+from stretto.errors import VerificationError
+from stretto.programs.fused import Fused
+from stretto.programs.fused_steps import IN, OUT, PACKET, SLOT, FusedItem, FusedStep, MemoryPlace
 
 ROUNDS = 2
 Clock = list[int]

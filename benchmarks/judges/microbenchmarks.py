@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from ...cluster import Cluster
-from ...errors import Infeasible, InvalidInput
-from ...simulator import simulate
-from ...units import KB, MB, format_bytes, format_us
-from .channels import Binding, bindings_for
-from .concurrent import ConcurrentProgram, together
-from .costs import CostModel, Motion, SimulatedCosts, launch_us
-from .measured import LayeredCosts, MeasuredCosts
+from stretto.cluster import Cluster
+from stretto.errors import Infeasible, InvalidInput
+from stretto.planner.costs.channels import Binding, bindings_for
+from stretto.planner.costs.concurrent import ConcurrentProgram, together
+from stretto.planner.costs.costs import CostModel, Motion, SimulatedCosts, launch_us
+from stretto.planner.costs.measured import LayeredCosts, MeasuredCosts
+from stretto.simulator import simulate
+from stretto.units import KB, MB, format_bytes, format_us
 
 SIZES = tuple(int(16 * KB * 4**step) for step in range(9))
 """Sizes from 16 KB to about 1 GB."""
