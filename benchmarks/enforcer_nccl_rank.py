@@ -30,7 +30,7 @@ from stretto.control.refine import RefinedCosts
 from stretto.lab import Lab
 from stretto.planner import api
 from stretto.planner.costs.costs import simulated_costs
-from stretto.runtime.torch_backend.watch import WATCH, SubmittedCall
+from stretto.runtime.torch_backend.watch import RECORDING, SubmittedCall
 from stretto.workload import Dep, Op
 
 WARM = 3
@@ -117,11 +117,11 @@ def observed(trained: Trained) -> Workload:
     """
     seen = Seen()
     begin = seen.mark()
-    WATCH.current = seen
+    RECORDING.current = seen
     try:
         trained.step()
     finally:
-        WATCH.current = None
+        RECORDING.current = None
     torch.cuda.synchronize()
     ops: list[Op] = []
     before = begin

@@ -84,7 +84,7 @@ class Turns:
     def _before(self, step: int) -> str:
         """Until a plan is active: the job's own backend, ours, or a recording."""
         from stretto.runtime.torch_backend.own_backend import OWN_BACKEND
-        from stretto.runtime.torch_backend.watch import WATCH
+        from stretto.runtime.torch_backend.watch import RECORDING
 
         if active_plan():
             self._next_part(step)
@@ -95,7 +95,7 @@ class Turns:
             self._part += 1
             self._next_part(step)
             return self.label(step)
-        if type(WATCH.current).__name__ == "Hooks":
+        if type(RECORDING.current).__name__ == "Hooks":
             return "recording"
         return "own" if OWN_BACKEND.runs else "backend"
 

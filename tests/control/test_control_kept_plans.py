@@ -34,7 +34,7 @@ from stretto.control.recall import NETWORK, StepTally, fits, identity_of, key_of
 from stretto.control.worker import PlanReply, PlanRequest
 from stretto.errors import PeerLost
 from stretto.runtime.enforcer.report import EnforcerReport, MotifReport
-from stretto.runtime.torch_backend.watch import WATCH, SubmittedCall
+from stretto.runtime.torch_backend.watch import RECORDING, SubmittedCall
 from stretto.workload.dag import Dep, Op, Workload
 
 RANKS = 2
@@ -230,13 +230,13 @@ def test_a_rank_takes_only_the_step_that_it_calls() -> None:
     try:
         for sizes in ([4096], [4096, 1], [4096, 1], [4096], [4096]):
             for nbytes in sizes:
-                assert WATCH.current is tally and tally.seen(submitted(nbytes), lambda: "ran") == "ran"
+                assert RECORDING.current is tally and tally.seen(submitted(nbytes), lambda: "ran") == "ran"
             tally.seen(submitted(op="send"), lambda: None)
             tally.cut()
         assert tally.calls == (submitted(),)
     finally:
         tally.end()
-    assert WATCH.current is None
+    assert RECORDING.current is None
     calls = tally.calls
     assert fits(calls, STEP, 0) and fits(calls, STEP, 1) and not fits(calls, STEP, 2)
     for other in ((), calls * 2, (submitted(8),), (submitted(op="broadcast"),)):

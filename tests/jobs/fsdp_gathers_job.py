@@ -24,7 +24,7 @@ from stretto.cluster import Cluster
 from stretto.planner.api import plan
 from stretto.planner.plan import Plan
 from stretto.runtime.torch_backend.fsdp_gathers import gather_early_under_plans
-from stretto.runtime.torch_backend.watch import WATCH, SubmittedCall
+from stretto.runtime.torch_backend.watch import RECORDING, SubmittedCall
 
 RANKS = 2
 STEPS = 20
@@ -95,9 +95,9 @@ def as_under_run(seed: int) -> dict[str, Any]:
     undo = gather_early_under_plans()
     assert undo is not None
     net, calls = model(seed, early=False), Calls()
-    WATCH.current = calls
+    RECORDING.current = calls
     losses = train(net, STEPS)
-    WATCH.current = None
+    RECORDING.current = None
     gathered: Any = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
     asked: list[bool] = []
 
@@ -120,9 +120,9 @@ def rank_main(folder: Path, rank: int) -> None:
         each = {}
         for early in (False, True):
             calls = Calls()
-            WATCH.current = calls
+            RECORDING.current = calls
             losses = train(model(seed, early=early), STEPS)
-            WATCH.current = None
+            RECORDING.current = None
             each[str(early)] = {"losses": losses, "gathers": [b for op, b in calls.noted if op == "all_gather"]}
         each["run"] = as_under_run(seed)
         told.append(each)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from stretto.runtime.torch_backend.watch import WATCH, SubmittedCall
+from stretto.runtime.torch_backend.watch import RECORDING, SubmittedCall
 from stretto.workload import Dep, Op, Workload
 
 
@@ -27,11 +27,11 @@ class Seen:
 def watched(step: Callable[[], float]) -> tuple[Workload, float]:
     """One iteration: what it communicates, all of it waited for at the end, and what the step returns."""
     seen = Seen()
-    WATCH.current = seen
+    RECORDING.current = seen
     try:
         result = step()
     finally:
-        WATCH.current = None
+        RECORDING.current = None
     names = [f"{call.op}.{number}" for number, call in enumerate(seen.calls)]
     ops = [Op(name="work", duration_us=100.0)]
     given = (Dep(op="work", why="submit"),)

@@ -222,7 +222,7 @@ def test_long_groups_are_cut_short_by_the_profiler_and_completed(tmp_path: Path)
             if "Group size" in each["args"]:
                 each["args"]["Process Group Ranks"] = each["args"]["Process Group Ranks"].split(",")[0] + ", ...]"
     assert kineto.read(_saved(traces, tmp_path)).ops == _all("gpu_nccl", 4).ops
-    args = kineto_events.Args(group_ranks="[0, 2, 4, ...]", group_size=8)
+    args = kineto_events.EventArgs(group_ranks="[0, 2, 4, ...]", group_size=8)
     about = kineto_events.Events(where="x", events=[], rank=0, world=16, host="", base_ns=0, groups={})
     assert kineto_events.group_of(args, about, "x") == tuple(range(0, 16, 2))
 

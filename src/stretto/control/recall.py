@@ -19,7 +19,7 @@ import msgspec
 from ..errors import StrettoError
 from ..runtime.capture.tape import VARYING
 from ..runtime.torch_backend.own_backend import OWN_BACKEND
-from ..runtime.torch_backend.watch import WATCH, SubmittedCall
+from ..runtime.torch_backend.watch import RECORDING, SubmittedCall
 from .messages import RecallReply, RecallRequest, decode, decode_captured, encode
 from .own_costs import OwnTime
 from .transport import RECALL, ControllerConnection
@@ -65,14 +65,14 @@ class StepTally:
         self._alike = False
 
     def begin(self) -> None:
-        """Watch, unless the script records by itself."""
-        if WATCH.current is None:
-            WATCH.current = self
+        """Note calls from now on, unless the script has a recording of its own."""
+        if RECORDING.current is None:
+            RECORDING.current = self
 
     def end(self) -> None:
-        """Stop watching calls."""
-        if WATCH.current is self:
-            WATCH.current = None
+        """Note no more calls."""
+        if RECORDING.current is self:
+            RECORDING.current = None
 
     def seen(self, what: SubmittedCall, run: Callable[[], Any]) -> Any:
         """Note a call of the current iteration."""
@@ -85,7 +85,7 @@ class StepTally:
 
     def cut(self) -> None:
         """Compare the calls of the iteration that ends with the recorded step."""
-        if WATCH.current is not self:
+        if RECORDING.current is not self:
             return
         ended, self._now = tuple(self._now), []
         self._alike = [_said(call) for call in ended] == [_said(call) for call in self._last]

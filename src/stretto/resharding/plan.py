@@ -24,7 +24,7 @@ from .hosts import Hosts
 from .moves import Moves
 from .placing import Side, place
 from .spec import Layout
-from .strategies import STRATEGIES, Setting, add_up, summed
+from .strategies import STRATEGIES, ReshardArguments, add_up, summed
 from .tasks import Box, Tensor, UnitTask, decompose
 
 OURS = "stretto"
@@ -306,12 +306,12 @@ def _baseline(
     check_messages(bundles)
     sums = [summed(b) for b in bundles]
     chosen: Assignment = assign(order, jobs_of(sums, hosts), seed)
-    setting = Setting(hosts=hosts, assignment=chosen, concurrent=concurrent)
+    arguments = ReshardArguments(hosts=hosts, assignment=chosen, concurrent=concurrent)
     first = np.cumsum([0, *(b.chunks for b in bundles)]).tolist()
     moves = Moves(rank)
     for number in chosen.order:
         add_up(moves, bundles[number], first[number])
-        work(moves, sums[number], number, first[number], setting)
+        work(moves, sums[number], number, first[number], arguments)
     program = None
     if moves.src:
         program = moves.program(f"reshard_{strategy}", Reshard(tuple(rank), [b.piece(rank) for b in bundles]))

@@ -7,10 +7,11 @@ ports. All-gathers begin when every device has its slice, as library calls do. S
 from device to device, and then moved from the last of them; the paper has none.
 
 An entry of `STRATEGIES` is a pair of functions. The second, ``chunks(bundle, hosts) -> int``, is called first and once
-per unit task; it says into how many chunks the task is cut. The first, ``work(moves, bundle, number, chunk, setting)``,
-is then called once per task in the order of the assignment; it adds to `moves` transfers that bring the chunks ``chunk
-.. chunk + bundle.chunks - 1`` from holders to all devices in ``bundle.missing``. The program is verified, so a strategy
-that forgets a device is refused. Both functions run in the process that plans and must be deterministic.
+per unit task; it says into how many chunks the task is cut. The first, ``work(moves, bundle, number, chunk,
+arguments)``, is then called once per task in the order of the assignment; it adds to `moves` transfers that bring the
+chunks ``chunk .. chunk + bundle.chunks - 1`` from holders to all devices in ``bundle.missing``. The program is
+verified, so a strategy that forgets a device is refused. Both functions run in the process that plans and must be
+deterministic.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PAPER_CHUNKS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class ReshardArguments:
     """The arguments that all strategies share."""
 
     hosts: Hosts
@@ -62,7 +63,7 @@ def broadcast_chunks(bundle: Bundle, hosts: Hosts) -> int:
     return PAPER_CHUNKS
 
 
-def send_recv(moves: Moves, bundle: Bundle, number: int, chunk: int, setting: Setting) -> None:
+def send_recv(moves: Moves, bundle: Bundle, number: int, chunk: int, arguments: ReshardArguments) -> None:
     """Send the whole slice to every receiver, each time from the least loaded holder.
 
     Args:
@@ -70,16 +71,16 @@ def send_recv(moves: Moves, bundle: Bundle, number: int, chunk: int, setting: Se
         bundle: the task.
         number: number of the task.
         chunk: number of its first chunk.
-        setting: hosts, assignment and loads, which are updated.
+        arguments: hosts, assignment and loads, which are updated.
     """
     for device in bundle.missing:
-        sender = _sender(bundle, setting, device)
+        sender = _sender(bundle, arguments, device)
         first = len(moves.src)
         moves.add(sender, device, chunk)
-        _in_turn(moves, first, (sender, device), setting)
+        _in_turn(moves, first, (sender, device), arguments)
 
 
-def local_allgather(moves: Moves, bundle: Bundle, number: int, chunk: int, setting: Setting) -> None:
+def local_allgather(moves: Moves, bundle: Bundle, number: int, chunk: int, arguments: ReshardArguments) -> None:
     """Send one copy to every host, in slices to its receivers, which then gather the slices among themselves.
 
     Args:
@@ -87,18 +88,18 @@ def local_allgather(moves: Moves, bundle: Bundle, number: int, chunk: int, setti
         bundle: the task.
         number: number of the task.
         chunk: number of its first chunk.
-        setting: hosts, assignment and loads, which are updated.
+        arguments: hosts, assignment and loads, which are updated.
     """
-    hosts = setting.hosts
+    hosts = arguments.hosts
     for group in hosts.groups(bundle.missing):
         members = [d for d in bundle.missing if hosts.group[d] == group]
-        sender = _sender(bundle, setting, members[0])
+        sender = _sender(bundle, arguments, members[0])
         first = len(moves.src)
-        _scatter_gather(moves, sender, members, chunk, bundle.chunks, barrier=not setting.concurrent)
-        _in_turn(moves, first, (sender, *members), setting)
+        _scatter_gather(moves, sender, members, chunk, bundle.chunks, barrier=not arguments.concurrent)
+        _in_turn(moves, first, (sender, *members), arguments)
 
 
-def global_allgather(moves: Moves, bundle: Bundle, number: int, chunk: int, setting: Setting) -> None:
+def global_allgather(moves: Moves, bundle: Bundle, number: int, chunk: int, arguments: ReshardArguments) -> None:
     """Send one copy in slices over all receivers, which then gather them in a ring through all their hosts (as Alpa
     does).
 
@@ -107,18 +108,18 @@ def global_allgather(moves: Moves, bundle: Bundle, number: int, chunk: int, sett
         bundle: the task.
         number: number of the task.
         chunk: number of its first chunk.
-        setting: hosts, assignment and loads, which are updated.
+        arguments: hosts, assignment and loads, which are updated.
     """
     if not bundle.missing:
         return
-    members = sorted(bundle.missing, key=lambda d: (setting.hosts.group[d], d))
-    sender = _sender(bundle, setting, members[0], setting.assignment.sender[number])
+    members = sorted(bundle.missing, key=lambda d: (arguments.hosts.group[d], d))
+    sender = _sender(bundle, arguments, members[0], arguments.assignment.sender[number])
     first = len(moves.src)
-    _scatter_gather(moves, sender, members, chunk, bundle.chunks, barrier=not setting.concurrent)
-    _in_turn(moves, first, (sender, *members), setting)
+    _scatter_gather(moves, sender, members, chunk, bundle.chunks, barrier=not arguments.concurrent)
+    _in_turn(moves, first, (sender, *members), arguments)
 
 
-def broadcast(moves: Moves, bundle: Bundle, number: int, chunk: int, setting: Setting) -> None:
+def broadcast(moves: Moves, bundle: Bundle, number: int, chunk: int, arguments: ReshardArguments) -> None:
     """Send chunks from device to device, host after host; a device passes chunks on while more arrive (as the paper
     does).
 
@@ -127,13 +128,13 @@ def broadcast(moves: Moves, bundle: Bundle, number: int, chunk: int, setting: Se
         bundle: the task.
         number: number of the task.
         chunk: number of its first chunk.
-        setting: hosts, assignment and loads.
+        arguments: hosts, assignment and loads.
     """
-    hosts = setting.hosts
+    hosts = arguments.hosts
     near = {hosts.group[d] for d in bundle.holders[0]}
     first = len(moves.src)
     far = sorted((d for d in bundle.missing if hosts.group[d] not in near), key=lambda d: (hosts.group[d], d))
-    chains: list[list[int]] = [[_first(bundle, hosts, setting.assignment.sender[number]), *far]] if far else []
+    chains: list[list[int]] = [[_first(bundle, hosts, arguments.assignment.sender[number]), *far]] if far else []
     for group in sorted(near):
         home = [d for d in bundle.missing if hosts.group[d] == group]
         if home:
@@ -142,7 +143,7 @@ def broadcast(moves: Moves, bundle: Bundle, number: int, chunk: int, setting: Se
         for chain in chains:
             for src, dst in pairwise(chain):
                 moves.add(src, dst, piece)
-    _in_turn(moves, first, hosts.groups([d for chain in chains for d in chain]), setting)
+    _in_turn(moves, first, hosts.groups([d for chain in chains for d in chain]), arguments)
 
 
 def summed(bundle: Bundle) -> Bundle:
@@ -182,14 +183,14 @@ def _scatter_gather(
                 moves.add(members[j], members[(j + 1) % count], piece, after=scattered if barrier and not step else ())
 
 
-def _sender(bundle: Bundle, setting: Setting, receiver: int, chosen: int | None = None) -> int:
+def _sender(bundle: Bundle, arguments: ReshardArguments, receiver: int, chosen: int | None = None) -> int:
     """A holder on the receiver's own host; else on the `chosen` host, or on the host with the fewest bytes to send so
     far.
 
     Among the holders of a host the device with the fewest bytes to send is taken, so that streams of one host run in
     parallel.
     """
-    hosts, load = setting.hosts, setting.load
+    hosts, load = arguments.hosts, arguments.load
     groups = hosts.groups(bundle.holders[0])
     host = hosts.group[receiver]
     if host not in groups:
@@ -204,12 +205,13 @@ def _first(bundle: Bundle, hosts: Hosts, group: int) -> int:
     return next(d for d in bundle.holders[0] if hosts.group[d] == group)
 
 
-def _in_turn(moves: Moves, first: int, whose: Sequence[int], setting: Setting) -> None:
-    if not setting.concurrent:
+def _in_turn(moves: Moves, first: int, whose: Sequence[int], arguments: ReshardArguments) -> None:
+    if not arguments.concurrent:
         moves.in_turn(first, whose)
 
 
-STRATEGIES: dict[str, tuple[Callable[[Moves, Bundle, int, int, Setting], None], Callable[[Bundle, Hosts], int]]] = {
+TaskFunction = Callable[[Moves, Bundle, int, int, ReshardArguments], None]
+STRATEGIES: dict[str, tuple[TaskFunction, Callable[[Bundle, Hosts], int]]] = {
     "send_recv": (send_recv, send_recv_chunks),
     "local_allgather": (local_allgather, local_allgather_chunks),
     "global_allgather": (global_allgather, global_allgather_chunks),

@@ -25,7 +25,7 @@ PATIENCE = 4000
 """The number of moves without gain after which a search starts again elsewhere."""
 
 
-class Judge(Protocol):
+class ScheduleJudge(Protocol):
     """A judge of plans: it simulates them and keeps the best."""
 
     best_us: float
@@ -46,7 +46,13 @@ def paced(program: Program, plan: MessageSchedule) -> Program:
 
 
 def improve(
-    judge: Judge, plan: MessageSchedule, routings: Sequence[Routing], *, limit_s: float, seed: int, bound_us: float
+    judge: ScheduleJudge,
+    plan: MessageSchedule,
+    routings: Sequence[Routing],
+    *,
+    limit_s: float,
+    seed: int,
+    bound_us: float,
 ) -> None:
     """Improve a plan by simulated annealing over routes and priorities; the judge keeps the best.
 
@@ -101,7 +107,7 @@ class _Walk:
         late = (start + np.array(tasks.us) - self.target_us) / self.scale
         return float(np.maximum(late, 0.0).sum())
 
-    def run(self, judge: Judge, end: float, bound_us: float) -> None:
+    def run(self, judge: ScheduleJudge, end: float, bound_us: float) -> None:
         """Change the plan until an improvement is confirmed, or patience or time runs out."""
         self.target_us = max(bound_us, 0.97 * judge.best_us)
         start = self.plan(self.tasks)

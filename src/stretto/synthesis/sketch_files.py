@@ -21,7 +21,7 @@ VERSION = 1
 MAX_FILE_BYTES = 1 << 20
 INTRANODE = ("switch", "none", *BALANCE[1:])
 
-Gpu = Annotated[int, Meta(ge=0, le=1 << 16)]
+GpuNumber = Annotated[int, Meta(ge=0, le=1 << 16)]
 Size = int | str
 _COMMENT = re.compile(r'("(?:[^"\\]|\\.)*")|//[^\n]*')
 
@@ -39,15 +39,15 @@ class _Links(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class _Switch(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    gpus: list[Gpu]
+    gpus: list[GpuNumber]
     strategy: str = "none"
 
 
 class _Relays(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    internode_conn: str | dict[str | int, list[Gpu]] = "fully-connected"
+    internode_conn: str | dict[str | int, list[GpuNumber]] = "fully-connected"
     beta_split: dict[str | int, float] = {}
     chunk_to_relay_map: tuple[int, int] | None = None
-    gpus_to_sender: dict[str | int, list[Gpu]] = {}
+    gpus_to_sender: dict[str | int, list[GpuNumber]] = {}
     own_first: bool = False
 
 
@@ -67,16 +67,16 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 class _Intranode(msgspec.Struct, forbid_unknown_fields=True):
     strategy: str = "none"
-    switches: list[list[Gpu]] = []
+    switches: list[list[GpuNumber]] = []
     switch_hyperedge_strategy: list[str] = []
 
 
 class _Internode(msgspec.Struct, forbid_unknown_fields=True):
     strategy: str = "relay"
-    internode_conn: str | dict[str, list[Gpu]] = "fully-connected"
+    internode_conn: str | dict[str, list[GpuNumber]] = "fully-connected"
     beta_split: dict[str, float] = {}
     chunk_to_relay_map: tuple[int, int] | None = None
-    gpus_to_sender_rev_map: dict[str, list[Gpu]] | None = None
+    gpus_to_sender_rev_map: dict[str, list[GpuNumber]] | None = None
     enforce_ordering: bool = False
 
 

@@ -30,7 +30,7 @@ ELEMENT_BYTES = {
 """Bytes of one element, by the type names of NCCL kernels (``Float``) and of recorded shapes (``float``)."""
 
 
-class Args(msgspec.Struct, gc=False):
+class EventArgs(msgspec.Struct, gc=False):
     """The fields of an event's ``args`` that are read; all others are skipped."""
 
     external_id: int | str | None = msgspec.field(name="External id", default=None)
@@ -63,7 +63,7 @@ class Event(msgspec.Struct, gc=False):
     ts: float = 0.0
     dur: float = 0.0
     tid: int | str | None = None
-    args: Args | None = None
+    args: EventArgs | None = None
 
     @property
     def end(self) -> float:
@@ -89,7 +89,7 @@ class _File(msgspec.Struct):
     base_ns: int = msgspec.field(name="baseTimeNanoseconds", default=0)
 
 
-_NO_ARGS = Args()
+_NO_ARGS = EventArgs()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ class CallPayload(NamedTuple):
     """Whether this is an all-to-all whose pieces may have different sizes."""
 
 
-def args_of(event: Event) -> Args:
+def args_of(event: Event) -> EventArgs:
     """The args of an event; empty ones if the event has none."""
     return event.args or _NO_ARGS
 
@@ -196,7 +196,7 @@ def sized(elements: int, each: int, where: str) -> float:
     return float(max(elements * each, 1))
 
 
-def group_of(args: Args, about: Events, where: str) -> tuple[int, ...]:
+def group_of(args: EventArgs, about: Events, where: str) -> tuple[int, ...]:
     """The global ranks of a collective's group: from its own list, by its name, or all ranks if the group is that
     large.
 

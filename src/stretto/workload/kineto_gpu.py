@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import defaultdict
 
 from ..errors import InvalidInput
-from .kineto_events import Args, CallPayload, Event, Events, args_of, count, element_bytes, group_of, sized
+from .kineto_events import CallPayload, Event, EventArgs, Events, args_of, count, element_bytes, group_of, sized
 from .kineto_rank import KinetoRank, StreamWait, TraceCall, TraceWork, backward_end, inside, kind_of
 
 _GPU = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -16,7 +16,7 @@ _GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 def fill(trace: KinetoRank, about: Events) -> None:
     """Add the calls and the work of a GPU trace, and the waits that the CPU or CUDA's own events show."""
     launched: dict[object, float] = {}
-    described: dict[object, Args] = {}
+    described: dict[object, EventArgs] = {}
     waited: dict[tuple[str, object], float] = {}
     for event in about.events:
         args = args_of(event)
@@ -71,12 +71,12 @@ def fill(trace: KinetoRank, about: Events) -> None:
                 call.wait_at = backward_end(trace, call.submit)
 
 
-def _is_nccl(event: Event, args: Args) -> bool:
+def _is_nccl(event: Event, args: EventArgs) -> bool:
     named = event.name.startswith(("ncclDevKernel", "ncclKernel"))
     return event.cat == "kernel" and (named or args.collective is not None)
 
 
-def _nccl_message(args: Args, about: Events, rank: int, where: str) -> tuple[CallPayload | None, bool]:
+def _nccl_message(args: EventArgs, about: Events, rank: int, where: str) -> tuple[CallPayload | None, bool]:
     if args.collective is None:
         raise InvalidInput(f"{where}: no Collective name; record on PyTorch 2.2 or newer, with CPU activity too")
     kind = kind_of(args.collective, f"{where}.Collective name")

@@ -188,7 +188,7 @@ class Semaphore(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     init_value: Annotated[int, Meta(ge=0, le=1 << 16)]
 
 
-class Gpu(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+class GpuInstructions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The part of a plan that one rank executes."""
 
     id: Index
@@ -217,7 +217,7 @@ class ExecutionPlan(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fr
     collective: Name
     protocol: Name
     inplace: bool
-    gpus: Annotated[tuple[Gpu, ...], Meta(min_length=1, max_length=MAX_RANKS)]
+    gpus: Annotated[tuple[GpuInstructions, ...], Meta(min_length=1, max_length=MAX_RANKS)]
     reuse_resources: bool = False
     num_threads_per_block: Annotated[int, Meta(ge=32, le=1024)] = 1024
     use_double_scratch_buffer: bool = False
@@ -546,7 +546,7 @@ def _is_packet(name: str, side: int, at: int) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ExecutionPlanCheck:
     """The result of checking a plan: the interleavings and launches in which it was right."""
 
     plan: str
@@ -614,7 +614,7 @@ def execute(plan: ExecutionPlan, inputs: Sequence[Data], *, seed: int = 0) -> li
 
 def check(
     plan: ExecutionPlan, collective: Collective, *, seeds: Sequence[int] = (0, 1, 2), launches: int | None = None
-) -> Outcome:
+) -> ExecutionPlanCheck:
     """Run a plan on random data and compare with what a collective demands.
 
     The launches follow each other without the ranks waiting for one another, as in a training loop.
@@ -648,7 +648,7 @@ def check(
                 if len(wrong):
                     raise VerificationError(f"o[{wrong[0]}] of rank {rank} is wrong after launch {launch}, seed {seed}")
     operations = sum(len(tb.ops) for gpu in plan.gpus for tb in gpu.threadblocks)
-    return Outcome(
+    return ExecutionPlanCheck(
         plan=plan.name,
         collective=collective,
         operations=operations,
@@ -657,7 +657,9 @@ def check(
     )
 
 
-def check_plan(plan: ExecutionPlan, *, seeds: Sequence[int] = (0, 1, 2), launches: int | None = None) -> Outcome:
+def check_plan(
+    plan: ExecutionPlan, *, seeds: Sequence[int] = (0, 1, 2), launches: int | None = None
+) -> ExecutionPlanCheck:
     """Run a plan and compare with the collective that it names itself.
 
     Args:

@@ -34,7 +34,7 @@ from ..torch_backend.patches import (
     ignore_warning,
     set_switch_interval,
 )
-from ..torch_backend.watch import WATCH, SubmittedCall
+from ..torch_backend.watch import RECORDING, SubmittedCall
 from .gpu_streams import StreamTrails
 from .gpu_times import GpuTimes
 from .tape import FIRST_PHASE, CallShape, RecordedCall, RecordedIteration, ThreadStep, TimedStep
@@ -178,8 +178,8 @@ class Hooks:
         """Put the hooks in place."""
         if not self._only_ours:
             self._undo.append(apply_kernels({name: self._kernel(name) for name in (*KINDS, NO_SOURCE)}))
-        WATCH.current = self
-        self._undo.append(lambda: setattr(WATCH, "current", None))
+        RECORDING.current = self
+        self._undo.append(lambda: setattr(RECORDING, "current", None))
         # A hook on all modules would have compiled ones compiled anew, twice.
         self._sees_modules = not compiles()
         self._undo += [

@@ -13,9 +13,9 @@ from ...process_state import ProcessPart
 from .binding import IN, OUT, MotifBinding, Pieces
 
 View = tuple[torch.Tensor, int, int]
-"""(flat tensor, first element, behind the last)"""
+"""A flat tensor, and the positions of the first element and behind the last one."""
 Row = tuple[int, int, int, int, int]
-"""(region, first element, length, distance to the next, how many)"""
+"""A region, the position of its first piece, the length of a piece, the distance between pieces, their number."""
 Regions = Sequence[torch.Tensor | None]
 
 
@@ -29,11 +29,12 @@ class RowLayout:
     given: int
     taken: int
     place: tuple[int, int, int, int, int] | None
-    """In place, where it lies in one piece: its region, and in that begin and end of what is read, and is written."""
+    """Set where the motif works in place on one piece of memory: the region, the begin and end of what is read in the
+    region, and the begin and end of what is written."""
 
     @classmethod
     def of(cls, binding: MotifBinding) -> RowLayout:
-        """Worked out once, used in every iteration."""
+        """The layout of a binding. It is made once and used in every iteration."""
         given, taken = _size(binding.gives), _size(binding.takes)
         outer = binding.gives if given >= taken else binding.takes
         place = None
@@ -61,7 +62,7 @@ class Pool(ProcessPart):
         self.kept_bytes = 0
 
     def after_fork(self) -> None:
-        """A thread of the parent may have held the lock."""
+        """Make a new lock in a forked child, since a thread of the parent may have held the old one."""
         self._lock = threading.Lock()
 
     def take(self, dtype: torch.dtype, size: int) -> torch.Tensor:
@@ -74,7 +75,7 @@ class Pool(ProcessPart):
         return torch.empty(size, dtype=dtype)
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Take back memory that is not used any more."""
+        """Keep a tensor that is not used any more for the next `take` of its size."""
         key = (tensor.dtype, tensor.numel())
         with self._lock:
             self._free[key] = [*self._free.pop(key, []), tensor]
@@ -105,7 +106,7 @@ class StagedBuffers:
         self.source, self.target, self.layout, self.scratch, self.result = source, target, layout, scratch, result
 
     def back(self, regions: Regions, pool: Pool) -> None:
-        """After the program has ended."""
+        """Copy the result to the op's memory and give the scratch memory back, once the program has ended."""
         if self.result is not None:
             buffer, at, _ = self.result
             for row in self.layout.takes:

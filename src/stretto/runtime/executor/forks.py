@@ -18,7 +18,7 @@ from ...errors import StrettoError
 from ...process_state import STATE, ProcessPart
 
 
-class Heirloom(Protocol):
+class InheritedResource(Protocol):
     """What a forked child inherits and has to let go of."""
 
     def abandon(self) -> None:
@@ -31,15 +31,15 @@ class Inheritance(ProcessPart):
     def __init__(self) -> None:
         self.world: Any = None
         """A weak reference to the default process group that the parent had when it forked this process."""
-        self.heirlooms: weakref.WeakSet[Heirloom] = weakref.WeakSet()
+        self.resources: weakref.WeakSet[InheritedResource] = weakref.WeakSet()
 
     def after_fork(self) -> None:
         """Remember the parent's group, and let go of what only the parent may use."""
         world = _default_group()
         self.world = weakref.ref(world) if world is not None else None
-        for heirloom in list(self.heirlooms):
-            heirloom.abandon()
-        self.heirlooms.clear()
+        for resource in list(self.resources):
+            resource.abandon()
+        self.resources.clear()
 
 
 INHERITANCE = STATE.part(Inheritance)
@@ -79,9 +79,9 @@ def check_world() -> None:
         raise refusal(f"a rank (process {os.getppid()})")
 
 
-def abandon_in_children(heirloom: Heirloom) -> None:
-    """Have a forked child call ``heirloom.abandon()``."""
-    INHERITANCE.heirlooms.add(heirloom)
+def abandon_in_children(resource: InheritedResource) -> None:
+    """Have a forked child call ``resource.abandon()``."""
+    INHERITANCE.resources.add(resource)
 
 
 def keep_forever(thing: object) -> None:

@@ -16,7 +16,9 @@ DIGITS = 4
 
 
 def build(found: ProbeFindings, *, name: str = "probed", notes: Iterable[str] = ()) -> Cluster:
-    """Device r is rank r; memory is a switch in every host, a channel an uplink per group of ranks and a switch.
+    """The cluster that the findings of a probe describe.
+
+    Device r is rank r. The memory of a host is a switch; a channel is a switch with an uplink for each group of ranks.
 
     Args:
         found: What was measured.
@@ -30,7 +32,7 @@ def build(found: ProbeFindings, *, name: str = "probed", notes: Iterable[str] = 
 
 
 def settled(rates: Sequence[float]) -> list[float]:
-    """Rates that differ by less than measuring does become one, so that equal links look equal.
+    """The rates, where those that differ by no more than repeated measurements do become one rate.
 
     >>> settled([0.0495, 0.0502, 0.0247, 0.0499])
     [0.0499, 0.0499, 0.0247, 0.0499]
@@ -76,7 +78,7 @@ class _Drawing:
         up, down = self._switches(net)
         rates = settled([rate for port in net.ports for rate in (port.out_gb_per_s, port.in_gb_per_s)])
         alpha = _rounded(net.alpha_us)
-        # A rank's way to its uplink is never what limits it, and between ranks of a host never the wider way.
+        # The link from a rank to its uplink is as fast as the uplink, and between ranks of a host slower than memory.
         memory = 0.0 if self.found.memory is None else self.found.memory.gb_per_s
         own = max(*rates, _rounded(0.99 * memory))
         several = {port.host for port in net.ports if port.ranks != self.found.hosts[port.host]}
@@ -91,7 +93,7 @@ class _Drawing:
             self._link(down[port.host], nic, rates[2 * at + 1], 0.0, net.name, cap)
 
     def _switches(self, net: ProbedChannel) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """For every host the node that its uplink leads to, and the one that it comes from."""
+        """For every host the node that its uplink leads to, and the node that its downlink comes from."""
         hosts = range(len(self.found.hosts))
         whole = next((trunk for trunk in net.trunks if len(trunk.hosts) == len(hosts)), None)
         if whole is not None:

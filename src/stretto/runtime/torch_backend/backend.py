@@ -35,7 +35,7 @@ from .queued_work import QueuedWork
 from .recording import LEDGER, current
 from .selection import Selector, rules
 from .torch_versions import group_method, set_sequence_number, with_older_names
-from .watch import WATCH, SubmittedCall
+from .watch import RECORDING, SubmittedCall
 from .work import DelegatedWork, GroupWork, JoinedWork, Tensors
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def own_first(method: Method) -> Method:
         if (
             not OWN_BACKEND.runs
             or not self.own_alone
-            or WATCH.current is not None
+            or RECORDING.current is not None
             or (enforcer is not None and not enforcer.asleep)
         ):
             return method(self, *args, **more)
@@ -459,7 +459,7 @@ class StrettoGroup(Base):  # type: ignore[misc]
         """As the plan says where one is enforced, on the executor, or else on the wrapped backend."""
         self._home.check()
         self.engine.count()
-        if WATCH.current is None and CURRENT.enforcer is None:
+        if RECORDING.current is None and CURRENT.enforcer is None:
             return self._run_plainly(call, method, args, tensors, opts)
 
         def plainly(*, own: bool | None = None) -> dist.Work:
@@ -560,15 +560,15 @@ class StrettoGroup(Base):  # type: ignore[misc]
         peers: tuple[int, int] | None = None,
         tag: int = 0,
     ) -> dist.Work:
-        """Run a call, before the eyes of who records the calls of this process."""
+        """Run a call, and let the current recorder see it."""
         self._home.check()
         if CALL_LOG.on and peers is not None:
             CALL_LOG.message(self.label, [self.engine.selector.devices[peer] for peer in peers], call.op, call.nbytes)
-        watch = WATCH.current
-        if watch is None:
+        recorder = RECORDING.current
+        if recorder is None:
             return run()
         ranks = self.engine.selector.devices
-        seen: dist.Work = watch.seen(
+        seen: dist.Work = recorder.seen(
             SubmittedCall(
                 op=call.op, ranks=ranks if peers is None else (ranks[peers[0]], ranks[peers[1]]),
                 channel=self.label if peers is None else f"{self.label}:{tag}", nbytes=call.nbytes,

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ...errors import InvalidInput, unknown
 from .current import CURRENT
 from .patches import FSDP_ALL_GATHER, Undo, apply
-from .watch import WATCH
+from .watch import RECORDING
 
 SETTER = "set_custom_all_gather"
 OPTION = "STRETTO_EARLY_GATHERS"
@@ -109,4 +109,4 @@ def gather_early_under_plans() -> Undo | None:
 def _followed() -> bool:
     """Whether somebody follows the calls of this process: a recording, or a plan."""
     enforcer = CURRENT.enforcer
-    return WATCH.current is not None or (enforcer is not None and not enforcer.asleep)
+    return RECORDING.current is not None or (enforcer is not None and not enforcer.asleep)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who records the calls of this process, if anybody does: the hooks of `stretto.torch.capture`. Loads no torch."""
+"""The recorder of the calls of this process: hooks of `stretto.torch.capture`, or a recalled plan. Loads no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...process_state import STATE, ProcessPart
 
 @dataclass(frozen=True, kw_only=True)
 class SubmittedCall:
-    """A call of a `stretto` group. `ranks` are those of the job; of a message the sender and the receiver."""
+    """A call of a `stretto` group. `ranks` are numbers in the job; a message has two, its sender and its receiver."""
 
     op: str
     ranks: tuple[int, ...]
@@ -25,18 +25,18 @@ class SubmittedCall:
     blocking: bool = False
 
 
-class CallWatcher(Protocol):
+class CallRecorder(Protocol):
     """What a recorder of calls is told by process groups."""
 
     def seen(self, what: SubmittedCall, run: Callable[[], Any]) -> Any:
-        """A call comes; `run` runs it."""
+        """Record a call of this process and run it by `run()`, whose work is returned."""
 
 
-class Watch(ProcessPart):
-    """What is told of every call of this process's groups, while a recording is made."""
+class CurrentRecording(ProcessPart):
+    """The recorder that is told of every call of this process's groups; None while nothing is recorded."""
 
     def __init__(self) -> None:
-        self.current: CallWatcher | None = None
+        self.current: CallRecorder | None = None
 
 
-WATCH = STATE.part(Watch)
+RECORDING = STATE.part(CurrentRecording)
