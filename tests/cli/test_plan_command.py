@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -174,7 +175,7 @@ def test_a_plan_is_simulated_again(good: Run, bad: Run, plan: str, step: str, tm
     assert "was made for cluster hgx2:1" in bad("plan", "retime", plan, "-w", step, "-c", "hgx2:2")
     assert "--workload: must be given: the plan was made for 'small'" in bad("plan", "retime", plan)
     assert good("simulate", plan, "-w", step) == good("plan", "retime", plan, "-w", step, "-c", "hgx2:1")
-    for option, value in (("--bytes", "1M"), ("--set", "rings=2"), ("--html", str(tmp_path / "x.html"))):
+    for option, value in (("--bytes", "1M"), ("--set", "rings=2"), ("--chrome-json", str(tmp_path / "x.json"))):
         assert f"{option}: a plan says this itself" in bad("simulate", plan, "-w", step, option, value)
     assert "--workload: is for a plan" in bad("simulate", "ring", "-c", "ring:4", "-w", step)
 
@@ -184,6 +185,30 @@ def test_a_plan_of_names_needs_no_others_to_be_simulated(good: Run, tmp_path: Pa
     good("plan", "-w", "dlrm:A2", "-c", "hgx2:16", "--steps", "1", "--no-retime", "-o", str(path))
     assert "promised" in good("simulate", str(path), "--trace", str(trace))
     assert trace.exists()
+
+
+def test_a_plan_of_a_model_with_options_needs_no_others_to_be_simulated(good: Run, bad: Run, tmp_path: Path) -> None:
+    path, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    good("plan", "-w", "dlrm:A2,ranks=8", "-c", "hgx2:1", "--steps", "1", "--no-retime", "-o", str(path))
+    made = Plan.load(path)
+    assert (made.workload, made.workload_spec) == ("dlrm:A2", "dlrm:A2,ranks=8")
+    assert "promised" in good("simulate", str(path), "--html", str(page))
+    assert "link by link" in page.read_text()
+    # A plan of a version that kept no options names the model alone, which has another number of ranks.
+    replace(made, workload_spec="").save(path)
+    assert "--workload: must be given" in bad("simulate", str(path))
+
+
+def test_pages_of_plans_have_the_figures_that_are_printed(good: Run, plan: str, step: str, tmp_path: Path) -> None:
+    made, page = Plan.load(plan), tmp_path / "page.html"
+    assert f"wrote {page}" in good("plan", "show", plan, "--html", str(page))
+    text = page.read_text()
+    for word in (made.hash, *made.baselines_us, *(op.op for op in made.ops), *(op.option for op in made.ops)):
+        assert escape(word) in text
+    assert text.count("class=bar>") == len(made.baselines_us) + 2
+    again = good("plan", "retime", plan, "-w", step, "-c", "hgx2:1", "--html", str(page))
+    times = [line.split("  ")[1].strip() for line in again.splitlines()[1:3]]
+    assert all(time in page.read_text() for time in times) and text != page.read_text()
 
 
 def test_help_teaches(good: Run) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import fields, replace
 from pathlib import Path
@@ -93,6 +94,26 @@ def test_every_field_is_in_the_hash() -> None:
         hashes.add(replace(made, programs=(replace(brought, **{one.name: changed}),)).hash)
     every = (fields(Plan), fields(OpPlan), fields(MotifPlan), fields(ProgramPlan))
     assert len(hashes) == 1 + sum(map(len, every)) - len(("ops", "motifs", "link_turns"))
+
+
+def test_a_plan_keeps_the_options_of_its_model_and_plans_without_any_keep_their_hash(tmp_path: Path) -> None:
+    turn = TurnPlan(op="h", motif=0, behind="g", behind_motif=0)
+    ops = (op_plan("g", motif(0), motif(1)), op_plan("h", motif(2), motif(3)))
+    for turns in ((), (turn,)):
+        bare = plan(*ops, link_turns=turns)
+        whole = replace(bare, workload_spec="dlrm:A2,ranks=16")
+        for one in (bare, whole):
+            one.save(tmp_path / "p.json")
+            assert Plan.load(tmp_path / "p.json") == one
+            text = (tmp_path / "p.json").read_text()
+            assert ("workload_spec" in text) == bool(one.workload_spec)
+            # The hash is that of the file's own fields, so a reader of another version finds the same.
+            content = {key: value for key, value in json.loads(text).items() if key not in ("stretto", "version")}
+            said = content.pop("hash")
+            assert said == hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()[:16]
+        assert bare.hash != whole.hash
+    with pytest.raises(InvalidInput, match="workload_spec: at most 4096 characters, not 5000"):
+        replace(bare, workload_spec="x" * 5000)
 
 
 def test_turns_on_links_are_in_the_hash_and_in_the_file_where_there_are_any(tmp_path: Path) -> None:

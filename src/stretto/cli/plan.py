@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -29,12 +29,21 @@ from ..planner.plan import Plan
 from ..planner.schedule.retime import retime as retimed
 from ..planner.tuner_csv import PLUGINS, tuner_library, tuner_lines, write_tuner_csv
 from ..planner.tuner_gain import with_tuner_alone
+from ..report.bars_html import bars_html
 from ..report.plan_html import write_plan_html
-from ..report.plan_tables import changes_table, motif_table, plan_tables, systems_table
+from ..report.plan_tables import (
+    changes_table,
+    decisions_table,
+    motif_table,
+    plan_tables,
+    promise_table,
+    systems_table,
+)
 from ..report.plan_trace import write_plan_trace
 from ..report.table import ResultTable
 from ..units import format_bytes, format_us, parse_bytes
 from ..workload import Workload
+from ..workload.registry import is_spec
 from .common import SHOW_AFTER_S, out, progress_console, quoted
 from .options import (
     BudgetOption,
@@ -47,6 +56,7 @@ from .options import (
     TraceOption,
 )
 from .outputs import OutputFiles, output
+from .pages import write_tables
 from .session import SESSION
 
 app = typer.Typer(invoke_without_command=True)
@@ -183,6 +193,8 @@ def plan(
         )  # fmt: skip
         others = _buckets(buckets, step, machine, budget, steps, seed, model)
     files = OutputFiles()
+    if workload != step.name and is_spec(workload):
+        found = replace(found, plan=replace(found.plan, workload_spec=workload))
     files.write(plan_file, found.plan.save, f"hash {found.plan.hash}")
     files.write(html, lambda path: write_plan_html(path, found, against=against))
     files.write(trace, lambda path: _write_trace(found, against, path))
@@ -274,12 +286,13 @@ def _write_tuner(
 
 
 @app.command()
-def show(path: PlanFile, rows: JsonOption = None) -> None:
+def show(path: PlanFile, html: HtmlOption = None, rows: JsonOption = None) -> None:
     """What a plan promises and decides.
 
     \b
-    Example:
+    Examples:
       stretto plan show plan.json
+      stretto plan show plan.json --html plan.html
     """
     made = Plan.load(path)
     files = OutputFiles()
@@ -293,6 +306,12 @@ def show(path: PlanFile, rows: JsonOption = None) -> None:
             for op in made.by_turn
         ],
     })  # fmt: skip
+    title = f"{made.workload} on {made.cluster}"
+    times = [*made.baselines_us.items(), (made.name, made.iteration_us)]
+    picture = bars_html(times, bound_us=made.bound_us, label=f"iteration times of {title}")
+    files.write(
+        html, lambda path: write_tables(path, title, promise_table(made), decisions_table(made), picture=picture)
+    )
     out().print(plan_tables(made))
     files.tell(f"stretto plan explain {quoted(path)}")
 
@@ -356,12 +375,13 @@ def retime(
     workload: OptionalWorkload = None,
     cluster: OptionalCluster = None,
     costs: CostsOption = None,
+    html: HtmlOption = None,
     trace: TraceOption = None,
     rows: JsonOption = None,
 ) -> None:
     """Simulate a plan again, link by link: what an iteration takes as promised, by today's costs, and contending.
 
-    The workload and the cluster need not be given where the plan was made for a model and a preset by their names.
+    The workload and the cluster need not be given where the plan was made for a model and a preset, not for files.
     'stretto simulate PLAN.json' does the same.
 
     \b
@@ -370,7 +390,8 @@ def retime(
       stretto plan retime plan.json -w step.yaml -c cluster.yaml
     """
     made = Plan.load(path)
-    step = _named(made.workload, workload, Workload.load, made.workload_digest, "--workload")
+    model_spec = made.workload_spec or made.workload
+    step = _named(model_spec, workload, Workload.load, made.workload_digest, "--workload")
     machine = _named(made.cluster, cluster, Cluster.load, made.cluster_digest, "--cluster")
     made.check(step, machine)
     model = _costs(costs, machine)
@@ -392,6 +413,10 @@ def retime(
     table.add_row("today's costs", format_us(schedule.period_us), problem.costs)
     steady = how if found.settled else f"{how}; no steady state, the mean is given"
     table.add_row("link by link", format_us(found.period_us), steady)
+    times = [("promised", made.iteration_us), ("today's costs", schedule.period_us), ("link by link", found.period_us)]
+    title = f"{made.workload} on {made.cluster}"
+    picture = bars_html(times, bound_us=made.bound_us, label=f"iteration times of {title}")
+    files.write(html, lambda path: write_tables(path, title, table, picture=picture))
     out().print(table)
     files.tell()
 

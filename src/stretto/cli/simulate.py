@@ -141,8 +141,8 @@ def simulate(
       stretto simulate plan.json --trace plan.pftrace
     """
     if _is_plan(what):
-        _refuse_all_but(context, {"what", "cluster", "workload", "trace", "rows"})
-        plan.retime(Path(what), workload, cluster, trace=trace, rows=rows)
+        _refuse_all_but(context, {"what", "cluster", "workload", "html_file", "trace", "rows"})
+        plan.retime(Path(what), workload, cluster, html=html_file, trace=trace, rows=rows)
         return
     cluster = _cluster_of(what, cluster, workload)
     what, collective = _in_order(what, what_for, collective)

@@ -26,7 +26,10 @@ VERSION = 1
 MAX_MOTIFS = 1_000_000
 MAX_AHEAD = 64
 MAX_PROGRAM_CHARS = 16 << 20
-NO_TURNS = b',"link_turns":[]}'
+LATER_FIELDS = {"link_turns": b',"link_turns":[]', "workload_spec": b',"workload_spec":""'}
+"""Fields that plans of 0.1 did not have, with the JSON text of their empty values; no string holds such a text, since
+quotes in strings are escaped. Empty fields are left out of files and of the hash: older plans keep their hashes."""
+MAX_SPEC_CHARS = 4096
 LIMIT = 1e18
 """Upper limit of times and sizes."""
 
@@ -127,8 +130,9 @@ class Plan:
     programs: tuple[ProgramPlan, ...] = ()
     """Programs of the motifs whose algorithms are not in the library."""
     link_turns: tuple[TurnPlan, ...] = ()
-    """Turns of motifs of different groups on links that they share; the last field, left out of files and the hash
-    where there are none."""
+    """Turns of motifs of different groups on links that they share."""
+    workload_spec: str = ""
+    """The model with its options, as ``dlrm:A2,ranks=16``; empty where `workload` alone names the model, or a file."""
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -137,8 +141,8 @@ class Plan:
     def hash(self) -> str:
         """A hash of the content in 16 hexadecimal digits: ranks with equal hashes hold the same plan."""
         text = msgspec.json.encode(self, order="deterministic")
-        if text.endswith(NO_TURNS):
-            text = text.removesuffix(NO_TURNS) + b"}"
+        for empty in LATER_FIELDS.values():
+            text = text.replace(empty, b"")
         return hashlib.sha256(text).hexdigest()[:16]
 
     def op(self, name: str) -> OpPlan:
@@ -180,8 +184,9 @@ class Plan:
         """Write the versioned JSON form, with its hash."""
         head = {"stretto": FORM, "version": VERSION, "hash": self.hash}
         fields = msgspec.to_builtins(self)
-        if not self.link_turns:
-            fields.pop("link_turns", None)
+        for name in LATER_FIELDS:
+            if not getattr(self, name):
+                fields.pop(name, None)
         text = msgspec.json.encode({**head, **fields})
         write_file(path, msgspec.json.format(text, indent=2) + b"\n")
 
@@ -234,6 +239,8 @@ def _validate(plan: Plan) -> None:
     size = sum(len(program.text) for program in plan.programs)
     if size > MAX_PROGRAM_CHARS:
         raise InvalidInput(f"programs: at most {MAX_PROGRAM_CHARS} characters, not {size}")
+    if len(plan.workload_spec) > MAX_SPEC_CHARS:
+        raise InvalidInput(f"workload_spec: at most {MAX_SPEC_CHARS} characters, not {len(plan.workload_spec)}")
     _check_amounts(plan, ("iteration_us", "retimed_us", "bound_us"), "")
     for name, value in plan.baselines_us.items():
         _check_amount(value, f"baselines_us[{name!r}]")

@@ -23,7 +23,7 @@ _SHOWN_MOTIFS = 24
 
 def plan_tables(plan: Plan) -> Group:
     """A plan's prediction beside every system it was compared with, and the decision for each comm-op."""
-    return Group(*(Padding(part, (0, 0, 1, 0), expand=False) for part in (_promise(plan), _ops(plan))))
+    return Group(*(Padding(part, (0, 0, 1, 0), expand=False) for part in (promise_table(plan), decisions_table(plan))))
 
 
 def systems_table(schedules: Mapping[str, StepSchedule], *, reference: str = "bytescheduler+") -> ResultTable:
@@ -85,7 +85,8 @@ def changes_table(changes: Sequence[PlanChange], before: str, after: str) -> Res
     return table
 
 
-def _promise(plan: Plan) -> ResultTable:
+def promise_table(plan: Plan) -> ResultTable:
+    """What a plan promises: its iteration time beside the bound and every system it was compared with."""
     table = ResultTable("", "", header=False)
     table.columns[0].style = "dim"
     rows = [
@@ -110,7 +111,8 @@ def _promise(plan: Plan) -> ResultTable:
     return table
 
 
-def _ops(plan: Plan) -> ResultTable:
+def decisions_table(plan: Plan) -> ResultTable:
+    """The decision for each comm-op, in the order of their first motifs."""
     table = ResultTable(">seq", ">motifs", "comm-op", ">bytes", "how", "why")
     for op in plan.by_turn:
         first, last = min(m.seq for m in op.motifs), max(m.seq for m in op.motifs)

@@ -11,7 +11,8 @@ from rich.text import Text
 
 def table_html(table: Table) -> str:
     """A table of the terminal as an HTML table."""
-    head = "".join(f"<th align={column.justify}>{escape(plain_cell(column.header))}</th>" for column in table.columns)
+    header = "".join(f"<th align={column.justify}>{escape(plain_cell(column.header))}</th>" for column in table.columns)
+    head = f"<tr>{header}</tr>" if table.show_header else ""
     columns = [list(column.cells) for column in table.columns]
     rows = [
         "".join(
@@ -20,7 +21,7 @@ def table_html(table: Table) -> str:
         )
         for at in range(table.row_count)
     ]
-    return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+    return f"<table>{head}{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
 
 def plain_cell(cell: object) -> str:

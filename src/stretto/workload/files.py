@@ -44,7 +44,7 @@ from ..files import (
     yaml_text,
 )
 from .dag import COMPUTE, MAX_OPS, MAX_RANKS, Dep, Op, Why, Workload
-from .registry import MODELS, from_spec
+from .registry import MODELS, family_of, from_spec, is_spec
 
 VERSION = 1
 """Largest YAML file: reading YAML takes many seconds per megabyte, reading the same structure as JSON does not."""
@@ -96,11 +96,10 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 def load(source: str | Path) -> Workload:
     """A workload from ``model:variant[,key=value...]``, or from a file: Stretto's form, a Kineto or a Chakra trace."""
     if isinstance(source, str):
-        name = re.split("[:,]", source, maxsplit=1)[0]
-        if name in MODELS:
+        if is_spec(source):
             return from_spec(source)
         if not exists(source) and "/" not in source and not Path(source).suffix:
-            raise InvalidInput(f"{unknown('model', name, MODELS)} (or give the path of a file)")
+            raise InvalidInput(f"{unknown('model', family_of(source), MODELS)} (or give the path of a file)")
     path = Path(source)
     if path.suffix == ".et" or (is_folder(path) and any(path.glob("*.et"))):
         from . import chakra

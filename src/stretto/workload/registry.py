@@ -19,6 +19,7 @@ times.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +73,16 @@ def model(name: str) -> ModelFamily:
     if name not in MODELS:
         raise unknown("model", name, MODELS)
     return MODELS[name]
+
+
+def is_spec(text: str) -> bool:
+    """Whether a text names a registered model, perhaps with a variant and options: ``dlrm:A2,ranks=16``."""
+    return family_of(text) in MODELS
+
+
+def family_of(spec: str) -> str:
+    """The name before the variant and the options of a spec."""
+    return re.split("[:,]", spec, maxsplit=1)[0]
 
 
 def from_spec(spec: str) -> Workload:
