@@ -132,9 +132,9 @@ def _turn(total: Sends) -> Ints:
 class Pace:
     """How far a rank may run ahead with data that it holds from the start.
 
-    The rank sends the next piece only when the one `window` places before it has arrived: on the same edge of a tree,
-    or (`port`) among all pieces that leave over the same link. Otherwise all of them would queue at its links at once,
-    in front of data that it has to pass on for others.
+    The rank sends the next piece only when the piece `window` places before it has arrived: on the same edge of a tree,
+    or (`port`) among all pieces that leave over the same link. Otherwise all pieces would queue at the rank's links at
+    once, in front of data that the rank has to pass on for others.
     """
 
     window: int

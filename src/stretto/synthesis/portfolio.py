@@ -36,12 +36,12 @@ from .sketch import Sketch
 
 MAX_JOBS = 256
 FROM_BASE = 0.1
-"""The share of the budget that a search takes that begins with an old program."""
+"""The share of the budget that is spent where the search begins with the program of an earlier search."""
 REPAIR = "repair"
 LOWERING = 0.3
 """The share of the budget that is kept for turning programs into instruction streams."""
 TREES = 0.6
-"""The same where plans need trees in loops, which are searched for then."""
+"""The share that is kept where plans need trees in loops: such trees are searched for while plans are made."""
 STOPPED_S = 1.0
 """The seconds for turning programs into instruction streams once a search was stopped; one lowering is always made."""
 
@@ -215,12 +215,12 @@ def _search(
 ) -> tuple[Synthesis, Board]:
     """Run all tasks, or those before Ctrl-C; return the best result, and how the search went."""
     tasks, refused = planned
-    # `repair` first: of the short budget after a failure other makers may leave it nothing.
+    # `repair` is first: after a failure the budget is short, and other makers might use all of it.
     tasks = sorted(tasks, key=lambda task: task.maker != REPAIR)
     # Short tasks run in this process. Long ones run in workers: several at once, and killed where they overrun.
     small = problem.ranks <= SMALL
     alone = jobs == 1 and backend == "processes"
-    # What takes seconds at any size and is nearly always at the bound runs here, too: a busy machine does not end it.
+    # Makers that take seconds at any size and nearly always reach the bound run here, too: no worker is killed then.
     quick = (SYMMETRIC, PHASES)
     here = [task for task in tasks if task.maker in quick or (small and (alone or task.maker == LIBRARY))]
     there = [task for task in tasks if task not in here]

@@ -27,7 +27,7 @@ from ..solvers.linear import LinearProgram
 CLOSE = 2e-3
 """The share of the best rate by which a packing may miss it."""
 SMOOTHING = 0.5
-"""The weight of the best prices so far in the next ones: the dual's own jump about."""
+"""The weight of the best prices so far when the next prices are mixed, since the dual prices alone jump about."""
 MIN_SHARE = 1e-5
 """Columns with less than this share of their shard's rate are left out."""
 
@@ -64,7 +64,7 @@ class ShardTree:
     gb_per_s: float = 0.0
 
     def load(self, num_links: int) -> Floats:
-        """How often each link carries a byte that goes this way."""
+        """How often each link carries a byte of the shard that moves along this tree."""
         used = [link for _, _, route in (*self.gather, *self.spread) for link in route]
         return np.bincount(np.array(used, np.int64), minlength=num_links).astype(np.float64)
 
@@ -193,7 +193,7 @@ class _Master:
         self._known: set[tuple[object, ...]] = set()
 
     def add(self, tree: ShardTree, load: Floats) -> bool:
-        """Take a tree in; False where it is known."""
+        """Add a tree as a column of the program; False where the program has the tree already."""
         key = (tree.shard, tree.gather, tree.spread)
         if key in self._known:
             return False
@@ -263,7 +263,7 @@ def pack_shards(
         reached, rates, dual = master.solve()
         if reached >= limit * (1 - close) or time.monotonic() > until:
             break
-        # The prices that are mixed find better limits; the dual's own say when no tree is left to be found.
+        # Mixed prices give better limits. Only at the dual prices does finding no new tree prove that none is missing.
         at_dual = not new
         price = dual if at_dual else SMOOTHING * center + (1 - SMOOTHING) * dual
     kept = np.flatnonzero(rates > MIN_SHARE * reached)

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 SYNTHESIZED = "synthesised"
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce")
 MAKERS = ("forest", "flow", "greedy", "compose", "exact")
-"""The makers that may synthesize; the library's algorithms are offered anyway."""
+"""The makers that may synthesize. The algorithms of the library are offered without them."""
 DIM_KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 DIM_CHUNKS = 16
 DIM_UNITS = 8 * DIM_CHUNKS
-"""Units that a payload is cut into; with fewer, rounding spoils the balance."""
+"""The number of units into which a payload is cut; with fewer units, rounding spoils the balance of dimensions."""
 DIM_BYTES = 64 * MB
 MAX_DIM_MOVES = 1 << 21
 BALANCED = f"dimensions:{DIM_CHUNKS}"
@@ -87,7 +87,7 @@ def _read(program: ProgramPlan, group: tuple[int, ...]) -> Program:
 def dimensional(cluster: Cluster) -> Provider:
     """A provider for clusters with dimensions: the schedule over all of them that is fastest, message by message.
 
-    That is our balanced one, or Themis' where that promises to be faster (`promised_program`).
+    It is our balanced schedule, or Themis' where Themis' is predicted to be faster (`promised_program`).
 
     The schedule is made for `DIM_BYTES` in as many chunks as its name says (``dimensions:16``), with its messages in
     the order that does best on the links at hand: name, collective and cluster determine the program. It is timed at

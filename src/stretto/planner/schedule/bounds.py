@@ -31,12 +31,12 @@ from .problem import Option, PlanProblem
 from .relaxation import Circle, OptionCount, Relaxed, WindowLoads, relax, resource_loads
 
 TOGETHER = "channel load and waiting together, with one option for each"
-"""The argument in which all others have to hold at once."""
+"""The name of the bound in which all arguments hold at once."""
 WHOLE = "channel load and waiting together, with one whole option for each"
 """The name of the bound by channel load and waiting where no option is taken in shares."""
 MAX_BETWEEN_OPS = 1000
 LEAST_RISE = 1e-5
-"""The share by which whole options have to raise the bound: below, the one that owes nothing to a solver stays."""
+"""The share by which whole options have to raise the bound: below it, the bound that needs no solver is kept."""
 MAX_FROM = 24
 """The number of compute-ops, and of thresholds, from which load is counted; fewer only weaken the bound."""
 
@@ -49,7 +49,7 @@ class PeriodBound:
     why: str
     arguments: dict[str, float] = field(default_factory=dict)
     relaxed: Relaxed | None = field(default=None, repr=False, compare=False)
-    """The options in shares that the bound could do with: a hint where to search."""
+    """The shares of options at which the bound is reached: a hint where to search."""
 
 
 def lower_bound(
@@ -143,7 +143,7 @@ def _option_us(problem: PlanProblem) -> list[NDArray[np.float64]]:
 
 
 def _op_names(problem: PlanProblem, nodes: Nodes, circle: list[int]) -> list[str]:
-    """The names of a circle's ops, that of the first in the program first."""
+    """The names of a circle's ops, beginning with the op that the program has first."""
     workload = problem.workload
     names = list(dict.fromkeys(workload.ops[nodes.op[node]].name for node in circle))
     first = names.index(min(names, key=lambda name: workload.index[name])) if names else 0
