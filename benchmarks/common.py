@@ -10,9 +10,11 @@ import os
 import platform
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median, pstdev
 from typing import Any
@@ -45,6 +47,13 @@ def provenance() -> str:
     changed = " with uncommitted changes" if git("status", "--porcelain", *code) else ""
     load, cores = os.getloadavg()[1], os.cpu_count()
     return f"Commit: {commit}{changed} ({datetime.date.today()}, load average {load:.1f} on {cores} cores)."
+
+
+def require_gpu(device: str = "cuda") -> None:
+    """End at once, with one line, where there is no GPU: ranks that fail one by one are waited for until the limit."""
+    seen = any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
+    if device == "cuda" and not (seen and "+cpu" not in version("torch")):
+        sys.exit(f"{Path(sys.argv[0]).name}: needs a GPU, and a PyTorch that is built for it")
 
 
 def cpu_s() -> float:

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import Row, common_options, finish
+from common import Row, common_options, finish, require_gpu
 
 RANKS, LAYERS, WIDTH, ROWS, TIMES = 2, 6, 4096, 32768, 12
 WAYS = ("as written", "inductor", "stretto")
@@ -122,6 +122,7 @@ def main() -> None:
     parser = common_options(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
+    require_gpu(args.device)
     rows = launched(args)
     first = next((row["ms"] for row in rows if row.get("ms")), None)
     for row in rows:

@@ -22,9 +22,12 @@ import torch.distributed as dist
 
 import stretto.torch
 from stretto import Cluster, Plan, Workload
+from stretto.control.autopilot import small_us
+from stretto.control.refine import RefinedCosts
 from stretto.planner import api
 from stretto.planner.algebra.motif import motif_of
 from stretto.planner.costs.channels import restrict
+from stretto.planner.costs.costs import simulated_costs
 from stretto.planner.plan import MotifPlan, OpPlan
 
 WARM = 3
@@ -139,11 +142,14 @@ def channels(asked: dict[str, Any], cluster: Cluster, folder: Path) -> dict[str,
     workload = captured(step)
     # The best that can be done on the faster channel: there ops can only follow one another.
     faster = restrict(cluster, ["shm", "rdma"])
+    motif_us = small_us()
+
+    def planned(on: Cluster) -> Plan:
+        costs = RefinedCosts(simulated_costs(on), {}, motif_us)
+        return api.plan(workload, on, budget_s=asked["budget_s"], systems=("fifo", "syndicate"), costs=costs).plan
+
     one, joint = (
-        shared(
-            lambda on=on: api.plan(workload, on, budget_s=asked["budget_s"], systems=("fifo", "syndicate")).plan,  # type: ignore[misc]
-            folder / f"{name}.json",
-        )
+        shared(lambda on=on: planned(on), folder / f"{name}.json")  # type: ignore[misc]
         for name, on in (("one", faster), ("joint", cluster))
     )
     times: dict[str, list[float]] = {"backend": [], "one channel": [], "stretto": []}

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import Row, common_options, finish
+from common import Row, common_options, finish, require_gpu
 
 from stretto.control import inject_folder
 from stretto.control.controller_process import ControllerProcess
@@ -197,6 +197,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=90.0, help="seconds for each start")
     parser.add_argument("--patience", type=float, default=25.0, help="seconds for another plan after the cut")
     args = parser.parse_args()
+    require_gpu(args.device)
     rows: list[Row] = []
     # A plan is kept for the hosts that it was made on: both starts are in one lab.
     with (

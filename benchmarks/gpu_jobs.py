@@ -32,7 +32,7 @@ from statistics import median
 from typing import Any
 
 import msgspec
-from common import Row, common_options, finish
+from common import Row, common_options, finish, require_gpu
 from gpu_jobs_rank import MODELS
 from gpu_jobs_turns import OWN, PARTS
 
@@ -307,6 +307,8 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="run nothing, make the table of what is in --keep")
     parser.add_argument("--keep", type=Path, help="leave logs and times there")
     args = parser.parse_args()
+    if not args.show:
+        require_gpu(args.device)
     args.pairs = 1 if args.quick else args.pairs
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory() as name:

@@ -63,6 +63,8 @@ PAPER_IDLE = {  # of A2: 27.4 % with SYNDICATE, and so many times that with the 
 EVALUATIONS = 20_000
 LONG_BRANCHES = 40
 QUICK_STEPS = ("moe", "pp", "ppx", "groups")
+TURNS = (("ppx", "leafspine"), ("tp+pp+dp, strided", "leafspine"), ("ppx", "uneven"))
+TURN_STEPS = 4000
 FAR = {
     "leafspine": ("fsdp", "pp", "ppx", "tp+pp+dp, strided", "small", "A1", "A4", "A5"),
     "uneven": ("ppx", "tp+pp+dp", "tp+pp+dp, strided", "small"),
@@ -293,6 +295,23 @@ def steps_case(cluster_name: str, quick: bool) -> list[Row]:
     return rows
 
 
+def turns_case(quick: bool) -> list[Row]:
+    """Steps whose groups share NICs, planned without and with turns on links, by a number of steps of search."""
+    rows: list[Row] = []
+    for name, cluster_name in TURNS[:1] if quick else TURNS:
+        row: Row = {"case": f"{name} on {cluster_name}"}
+        for what, link_turns in (("shared", False), ("in turns", True)):
+            found = api.plan(
+                STEPS[name](), CLUSTERS[cluster_name](), steps=300 if quick else TURN_STEPS, systems=("fifo",),
+                link_turns=link_turns,
+            )  # fmt: skip
+            row |= {"bound": found.bound_us, f"{what}, search": found.plan.iteration_us, what: found.plan.retimed_us}
+            row[f"{what}, over bound"] = found.plan.retimed_us / found.bound_us - 1
+        rows.append({**row, "motifs that wait": len({(turn.op, turn.motif) for turn in found.plan.link_turns})})
+        print(rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
 def long_case(quick: bool) -> list[Row]:
     """The steps of `planner_steps` that 1,000 steps of search leave more than 2 % above the bound, searched longer."""
     rows: list[Row] = []
@@ -329,7 +348,7 @@ CASES: dict[str, Case] = {
     **{f"{model} uncalibrated": partial(uncalibrated, model) for model in MODELS}, "batches": batches,
     "tables": tables_case, "nodes": nodes_case, "microbenchmarks": microbenchmarks, "figure 6": worked_example,
     "search": search_speed, "exact": exact_gap, "captured": captured,
-    **{f"steps on {name}": partial(steps_case, name) for name in CLUSTERS}, "longer": long_case,
+    **{f"steps on {name}": partial(steps_case, name) for name in CLUSTERS}, "longer": long_case, "turns": turns_case,
     "scale": scale_case,
 }  # fmt: skip
 QUICK = ("A1", "figure 6", "exact", "captured", "steps on leafspine")

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import Row, common_options, finish
+from common import Row, common_options, finish, require_gpu
 
 from stretto.units import parse_bytes
 
@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=60.0, help="seconds of one case")
     parser.add_argument("--total", type=float, default=120.0, help="seconds of all")
     args = parser.parse_args()
+    require_gpu(args.device)
     if args.quick:
         args.bytes, args.runs, args.staging = "8M", 1, "1M"
     args.until = time.monotonic() + args.total

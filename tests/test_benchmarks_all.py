@@ -93,3 +93,10 @@ def test_what_was_printed_is_written_between_the_marks_and_nowhere_else(everythi
     everything.TableCommand(number=0, line=good).output(tmp_path).unlink()
     with pytest.raises(FileNotFoundError):
         everything.written(page, tmp_path)
+
+
+@pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="there is a GPU")
+def test_a_benchmark_of_gpus_ends_at_once_where_there_is_none() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "weights_real.py"), "--device", "cuda"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (1, "weights_real.py: needs a GPU, and a PyTorch that is built for it\n")

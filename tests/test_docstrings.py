@@ -10,6 +10,8 @@ from pathlib import Path
 
 from sources import ROOT, tree_of
 
+from stretto import errors
+
 MANY = 3  # functions with so many parameters (self and cls not counted) have Args and Returns sections
 
 COMMANDS = "cli"
@@ -18,6 +20,7 @@ ELSEWHERE = re.compile(r"\b[Ss]ee `[\w.]+`|are those of PyTorch's `\w+`")
 """A method, or its class, that names the contract which it implements: the parameters are described there."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SECTION = re.compile(r"^(?P<name>[A-Z][a-z]+):[ ]*$")
 ENTRY = re.compile(r"^    (?P<name>\*{0,2}\w+)(?: \([^)]*\))?: \S")
 
@@ -90,6 +93,70 @@ def test_public_functions_name_their_parameters() -> None:
     paths = sorted(ROOT.rglob("*.py"))
     assert len(paths) > 500
     assert [f"{path.relative_to(ROOT)}: {text}" for path in paths for text in complaints(path)] == []
+
+
+def raised_by(function: Function) -> set[str]:
+    """The classes that a function raises itself; what it calls, and functions inside it, may raise others."""
+    found: set[str] = set()
+    left: list[ast.AST] = list(function.body)
+    while left:
+        node = left.pop()
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef, ast.Lambda)):
+            continue
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
+            found.add("InvalidInput" if node.exc.func.id == "unknown" else node.exc.func.id)
+        left += ast.iter_child_nodes(node)
+    return {name for name in found if name[0].isupper()} - {"AssertionError", "NotImplementedError"}
+
+
+def covers(said: str, raised: str) -> bool:
+    """Whether a docstring that names the first class tells of the second, which may be one of its kinds."""
+    wide, narrow = getattr(errors, said, None), getattr(errors, raised, None)
+    return said == raised or (wide is not None and narrow is not None and issubclass(narrow, wide))
+
+
+def unsaid(path: Path) -> Iterator[str]:
+    """Errors that functions with Args raise and whose docstrings do not say so."""
+    for name, function, _ in public_functions(tree_of(path)):
+        text = ast.get_docstring(function) or ""
+        found = sections(text)
+        said = [match["name"] for line in found.get("Raises", ()) if (match := ENTRY.match(line))]
+        for raised in sorted(raised_by(function)) if "Args" in found else ():
+            if f"`{raised}`" not in text and not any(covers(one, raised) for one in said):
+                yield f"{name}: raises {raised}, which its docstring does not say"
+
+
+def test_public_functions_say_what_they_raise() -> None:
+    assert [f"{path.relative_to(ROOT)}: {text}" for path in sorted(ROOT.rglob("*.py")) for text in unsaid(path)] == []
+
+
+def test_an_error_that_is_not_said_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text('''
+def put(book, row, column):
+    """Put a book.
+
+    Args:
+        book: The book.
+
+    Raises:
+        StrettoError: There is no room.
+    """
+    if row:
+        raise Infeasible("full")
+    def inner(): raise KeyError("elsewhere")
+    raise PeerLost("gone") if column else TypeError("no book")
+
+def take(book, row, column):
+    """Take a book; raises `InvalidInput`.
+
+    Args:
+        book: The book.
+    """
+    if column: raise unknown("column", column, [])
+    raise OSError("dust")
+''')
+    assert list(unsaid(path)) == ["take: raises OSError, which its docstring does not say"]
 
 
 def test_a_missing_parameter_is_found(tmp_path: Path) -> None:

@@ -311,6 +311,8 @@ def test_a_restart_on_the_same_hosts_is_the_same_job_and_every_other_one_is_not(
     }  # fmt: skip
     monkeypatch.setenv("STRETTO_LAB_RATES", "eth=100mbit")
     others["other uplinks"] = identity(["a", "b"], monkeypatch)
+    monkeypatch.setenv("STRETTO_PLUGINS", "my_algorithms")
+    others["other plug-ins"] = identity(["a", "b"], monkeypatch)
     assert len({key_of(first), *map(key_of, others.values())}) == 1 + len(others)
 
 

@@ -2,8 +2,8 @@
 """The bound against plans over several options: the best that a search finds, timed by code of its own, rank by rank.
 
 The search is the attack, and the judge unrolls its order over many iterations with nothing but waits written out by
-hand. ``python tests/planner/test_bounds_exhaustive.py --count 2000`` judges as many drawn steps as one likes, by this
-judge and by that of `test_bounds_on_links`.
+hand. ``PYTHONPATH=benchmarks python tests/planner/test_bounds_exhaustive.py --count 2000`` judges as many drawn steps
+as one likes, by this judge and by that of `test_bounds_on_links`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -81,9 +81,9 @@ def _queued(number: int, iteration: int, **rest: Any) -> QueuedOp:
 
 
 def _run(sequencer: Sequencer, queued: QueuedOp) -> _Submission:
-    submission: Any = _Submission()
+    submission = _Submission()
     sequencer.add(queued.motifs.values())
-    sequencer.submit(queued, submission)
+    sequencer.submit(queued, cast(Any, submission))
     return submission
 
 

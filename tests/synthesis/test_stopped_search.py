@@ -23,6 +23,14 @@ from stretto.synthesis.problem import MakerTask, SynthesisProblem
 RING = st.Cluster.preset("ring", nodes=4)
 
 
+@pytest.fixture(autouse=True)
+def signals_as_on_a_terminal() -> Iterator[None]:
+    """What a shell starts in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 

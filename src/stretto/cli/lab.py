@@ -198,7 +198,7 @@ def _print_line(rank: int, stream: str, line: str) -> None:
 
 
 def _tell(lab: Lab, done: LabResult, timeout: float | None, quiet: bool) -> None:
-    """How it ended, where that was not well."""
+    """Say how the job ended, where it failed."""
     if done.failed is None and not done.timed_out:
         return
     if done.failed is not None:

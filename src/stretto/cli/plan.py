@@ -105,6 +105,13 @@ PlanOutput = Annotated[
 StepsOption = Annotated[
     int | None, typer.Option(help="Search so many steps instead: then the result depends on the seed alone.")
 ]
+LinkTurnsOption = Annotated[
+    bool,
+    typer.Option(
+        "--link-turns/--no-link-turns",
+        help="Let motifs of different groups take turns on the links of their hosts, where that is faster.",
+    ),
+]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan, as 'stretto plan -o' writes it.")]
 
 
@@ -135,13 +142,7 @@ def plan(
     branches: Annotated[
         int, typer.Option(metavar="N", help="Raise the lower bound by so many further bounds with divided options.")
     ] = 0,
-    link_turns: Annotated[
-        bool,
-        typer.Option(
-            "--link-turns/--no-link-turns",
-            help="Let motifs of different groups take turns on the links of their hosts, where that is faster.",
-        ),
-    ] = True,
+    link_turns: LinkTurnsOption = True,
 ) -> None:
     """Decide how every byte of a training step moves: in which pieces, over which links, in which order.
 

@@ -30,7 +30,7 @@ RESTART_S = 0.5
 MAX_RESTARTS = 5
 READY = "ready"
 ENDS = b"a signal is to end the job\n"
-"""What its standard input says."""
+"""The line on the controller's standard input by which its parent says so."""
 
 
 class ControllerProcess:
@@ -67,7 +67,7 @@ class ControllerProcess:
     def _pass_on(self) -> None:
         with contextlib.suppress(OSError):
             if self._process.stdin is not None:
-                # Past its buffer, which close() may be using.
+                # The line is written past the pipe's buffer, which close() may be using.
                 os.write(self._process.stdin.fileno(), ENDS)
 
     def close(self) -> list[Status]:

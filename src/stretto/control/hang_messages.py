@@ -24,7 +24,7 @@ class PulseCall(msgspec.Struct, frozen=True, kw_only=True):
     root: Annotated[int, Meta(ge=-1, lt=MAX_RANKS)] = -1
     place: Line = ""
     open: bool = False
-    """Whether it is known not to have ended."""
+    """Whether the call is known not to have ended."""
 
 
 class GroupPulse(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,19 +49,19 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True):
     beat: Number
     pid: Number
     host: Name = ""
-    """Which processes it sees: those with the same word know each other's process numbers."""
+    """A name for the processes that the rank sees: those with equal names know each other's process numbers."""
     place: Line = ""
-    """Where its script stands."""
+    """The line at which the rank's script stands."""
     still_s: Annotated[float, Meta(ge=0)] = 0.0
-    """For how long it has stood there without a call, less the time in which it was not let run."""
+    """How long the rank has stood there without a call, less the time in which it got no processor."""
     starved_s: Annotated[float, Meta(ge=0)] = 0.0
-    """For how long it could not run for want of a processor, since its start."""
+    """How long the rank got no processor although it could have run, since its start."""
     waits: bool = False
-    """Whether it stands inside of a call of the communication library."""
+    """Whether the rank stands inside of a call of the communication library."""
     groups: Annotated[tuple[GroupPulse, ...], Meta(max_length=MAX_PULSE_GROUPS)] = ()
     leaving: bool = False
     error: Line = ""
-    """What ends it, where an exception does."""
+    """The exception that ends the rank, if one does."""
 
 
 class PulseReply(msgspec.Struct, frozen=True, kw_only=True):

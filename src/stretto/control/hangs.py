@@ -49,7 +49,7 @@ class _Rank:
     gone_at: float = 0.0
     state: str = HERE
     quiet: StarvedClock | None = None
-    """Made when it has not been heard for a while: what of the time since then it could not run."""
+    """Made once the rank has not been heard for a while: how much of the time since then it got no processor."""
     mute_s: float = 0.0
     """For how long since then it could have run, and has said nothing: a thread holds Python's lock."""
 
@@ -83,7 +83,7 @@ def host_name() -> str:
 def process_state(pid: int) -> str:
     """Whether a process of this machine is here, stopped or gone."""
     with contextlib.suppress(OSError):
-        # Its name may have any character but ends with the last parenthesis.
+        # A process's name may have any character but ends with the last parenthesis.
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return STOPPED if letter in "Tt" else GONE if letter in "ZX" else HERE
     return GONE

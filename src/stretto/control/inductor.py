@@ -59,6 +59,6 @@ def tell_inductor(cluster: Cluster | None = None) -> None:
 def _install(known: Cluster | str) -> None:
     from ..runtime.torch_backend.inductor import inductor_costs
 
-    # A PyTorch whose Inductor takes no costs, or a cluster that is not valid, which others say.
+    # This PyTorch's Inductor takes no costs, or the cluster is not valid, which other parts of the run say.
     with contextlib.suppress(StrettoError):
         inductor_costs(known)

@@ -37,9 +37,9 @@ ROOTED = ("broadcast", "reduce", "gather", "scatter")
 ONE_SIDED = ("gather", "scatter")
 NETWORK = (
     "STRETTO_CLUSTER", "STRETTO_CHANNELS", "STRETTO_CARRIER", "STRETTO_EARLY_GATHERS", "STRETTO_LAB_RATES",
-    "GLOO_SOCKET_IFNAME", "UCX_NET_DEVICES",
+    "GLOO_SOCKET_IFNAME", "UCX_NET_DEVICES", "STRETTO_PLUGINS",
 )  # fmt: skip
-"""Variables that say what a job runs on."""
+"""Variables that say what a job runs on, and what it may run: a plan names algorithms of plug-ins."""
 SCRIPT, CALLS = "script", "calls of an iteration"
 RANKS_OF_HOSTS, NAMES = "ranks of each host", "names of the hosts"
 MAX_TEXT, MAX_SHOWN = 2000, 120

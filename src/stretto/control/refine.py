@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ..planner.costs.costs import Bounding, Cost, CostModel, Motion
+import numpy as np
+
+from ..planner.algebra.recipes import library
+from ..planner.costs.costs import Bounding, Cost, CostModel, Motion, SimulatedCosts
 from ..planner.plan import Plan
 from ..runtime.enforcer.report import EnforcerReport
 
@@ -27,7 +30,12 @@ Factors = Mapping[str, float]
 
 
 class RefinedCosts:
-    """Another model's costs times what was learnt of their channels, and `motif_us` more for every motif.
+    """Another model's costs times what was learnt of their channels, and at least `motif_us` more for every motif.
+
+    `motif_us` is what a sum of a few bytes takes, in which every rank sends and receives to and from every other one
+    twice. A program in which a rank has more messages than that costs in proportion: each is a packet with headers, for
+    which a thread wakes up. Without this the planner would cut a sum into hundreds of messages of some bytes each to
+    gain a thousandth.
 
     Channels that were not seen take the worst of those that share one with them.
     """
@@ -36,6 +44,7 @@ class RefinedCosts:
         self.cluster = inner.cluster
         self._inner, self._motif_us = inner, motif_us
         self._factors = {frozenset(key.split("+")): value for key, value in factors.items()}
+        self._starts: dict[tuple[Motion, str, float], float] = {}
 
     def algorithms(self, motion: Motion, nbytes: float) -> list[str]:
         """The algorithms that the refined model knows."""
@@ -47,8 +56,9 @@ class RefinedCosts:
         factor = self.factor(motion.channels)
         if factor == 1.0 and not self._motif_us:
             return cost
-        source = f"{cost.source}; x{factor:.3g} + {self._motif_us:.3g} us"
-        return replace(cost, us=cost.us * factor + self._motif_us, source=source)
+        start_us = self._start_us(motion, nbytes, algorithm)
+        source = f"{cost.source}; x{factor:.3g} + {start_us:.3g} us"
+        return replace(cost, us=cost.us * factor + start_us, source=source)
 
     def at_least_us(self, motion: Motion, nbytes: float, algorithm: str) -> float:
         """The inner model's bound, refined; see `Bounding.at_least_us`."""
@@ -56,6 +66,18 @@ class RefinedCosts:
             return 0.0
         least_us = self._inner.at_least_us(motion, nbytes, algorithm)
         return least_us * self.factor(motion.channels) + self._motif_us
+
+    def _start_us(self, motion: Motion, nbytes: float, algorithm: str) -> float:
+        """What a motif costs beside its bytes: `motif_us` for as many messages as a small sum has, more for more."""
+        if not self._motif_us or not isinstance(self._inner, SimulatedCosts):
+            return self._motif_us
+        key = motion, algorithm, 0.0 if algorithm in library(motion.ask()) else nbytes
+        if key not in self._starts:
+            program = self._inner.program(motion, nbytes, algorithm)
+            at_rank = np.bincount(np.concatenate([program.src, program.dst]))
+            usual = 4 * (len(motion.groups[0]) - 1)
+            self._starts[key] = self._motif_us * max(1.0, float(at_rank.max(initial=0)) / usual)
+        return self._starts[key]
 
     def factor(self, channels: Iterable[str]) -> float:
         """What times on these channels are multiplied with."""

@@ -39,6 +39,8 @@ PARENT_S = 0.5
 """Between two looks whether the controller still lives."""
 SPARE_S = 300.0
 """How long beyond its budget a planner may take before it is given up."""
+LOOK_S = 0.05
+"""A planner looks for so many seconds of its own time how much of a processor it gets."""
 TOOK_TOO_LONG = "the planner took too long"
 
 
@@ -96,7 +98,12 @@ def answer(ask: PlanRequest) -> PlanReply:
     workload, cluster = decode_captured(ask.captured)
     costs = costs_of(ask.captured, ask.factors)
     made = api.plan(
-        workload, cluster, budget_s=ask.budget_s, seed=ask.seed, costs=costs, link_turns=not _above_nccl(ask.captured)
+        workload,
+        cluster,
+        budget_s=patient_s(ask.budget_s),
+        seed=ask.seed,
+        costs=costs,
+        link_turns=not _above_nccl(ask.captured),
     )
     plan = to_plan(PLAIN, made.plain, made.problem, cluster) if ask.plain else made.plan
     current_us = 0.0
@@ -111,6 +118,15 @@ def answer(ask: PlanRequest) -> PlanReply:
         current_us=current_us, plain_spans=schedule_spans(made.plain, made.problem),
         plan_spans=schedule_spans(made.plain if ask.plain else made.schedules[SYSTEM], made.problem),
     )  # fmt: skip
+
+
+def patient_s(budget_s: float) -> float:
+    """The budget in seconds of a processor that a job may have: nobody waits for a plan that is made beside it."""
+    wall, own = time.monotonic(), time.thread_time()
+    while time.thread_time() - own < LOOK_S:
+        pass
+    rate = min(LOOK_S / max(time.monotonic() - wall, LOOK_S), 1.0)
+    return max(budget_s, min(budget_s / rate, SPARE_S / 2))
 
 
 def _above_nccl(captured: CapturedStep) -> bool:

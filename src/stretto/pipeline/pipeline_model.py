@@ -26,7 +26,7 @@ class PipelineLayer:
     output: tuple[int, ...]
     """The shape of what the next layer gets."""
     backward_us: float | None = None
-    """Half of it for the weights; if not given, twice the forward."""
+    """The time of the backward, half of it for the weights; twice that of the forward if not given."""
     parameters: float = 0.0
     saved_elements: float | None = None
     """Elements kept for the backward; if not given, those of the output."""

@@ -41,9 +41,10 @@ ROUNDING = 1e-9
 """How far, as a share, sums of the same times in another order may lie apart."""
 COSTING_SHARE = 0.4
 """The share of the budget after which no further options are costed."""
-LEAST_COSTING_S, MOST_COSTING_SHARE = 2.0, 0.6
-"""Seconds of this thread's own time for costing, even after that share, but not after the second one: steps of up to
-4,000 ops then have their options on a busy machine, too, such as one whose processors all train."""
+LEAST_COSTING_S, MOST_COSTING_SHARE, MOST_COSTING_S = 2.0, 0.6, 5.0
+"""Seconds of this thread's own time for costing, even after that share, but neither after the second one nor, on small
+budgets, for more seconds than these: steps of up to 4,000 ops then have their options on a busy machine, too, such as
+one whose processors all train."""
 LEAST_SEARCH_S = 0.2
 """Seconds for the search on any budget."""
 BASELINES_SHARE = 0.3
@@ -221,7 +222,7 @@ def _plan(
     least_s = LEAST_COSTING_S if len(workload.ops) <= REDUCE_FROM else 0.0
     problem = make_problem(
         workload, cluster, model, until=time_left.until(COSTING_SHARE), least_s=least_s,
-        latest=time_left.until(MOST_COSTING_SHARE),
+        latest=time_left.until(MOST_COSTING_SHARE, least_s=MOST_COSTING_S),
         progress=lambda share: tell("costing options", share),
     )  # fmt: skip
     compared = Systems(problem)
@@ -319,9 +320,9 @@ class _Budget:
         self._judging_s = JUDGING_SHARE * budget_s
         self._own_share = JUDGING_OWN_SHARE
 
-    def until(self, share: float) -> float | None:
-        """The moment at which this share of the budget is spent; None without a limit."""
-        return self._begun + share * self._budget_s if self.limited else None
+    def until(self, share: float, *, least_s: float = 0.0) -> float | None:
+        """The moment at which this share of the budget is spent, or so many seconds; None without a limit."""
+        return self._begun + max(share * self._budget_s, least_s) if self.limited else None
 
     def seconds(self, share: float, *, least_s: float = 1e-3) -> float:
         """Seconds until this share of the budget is spent; at least a few."""

@@ -123,6 +123,9 @@ def random_inputs(
 
     Returns:
         ``inputs[rank][position]``; ranks that hold the same part of a chunk hold equal data.
+
+    Raises:
+        InvalidInput: The seed or the number of elements is out of range.
     """
     check_seed(seed)
     c = collective

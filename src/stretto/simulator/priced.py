@@ -274,6 +274,9 @@ def simulate_priced(
     Returns:
         The timeline: a span for each instruction, or for each message where instructions cost nothing; for a runtime
         that runs steps a span for each step.
+
+    Raises:
+        InvalidInput: The program is stored by its symmetry, or the runtime cannot run it.
     """
     if isinstance(program, SymmetricProgram):
         raise InvalidInput("runtime: a program that is stored by its symmetry must be expanded first")

@@ -80,6 +80,9 @@ class RuntimeStage:
 
         Returns:
             The module's outputs.
+
+        Raises:
+            InvalidInput: An output is no tensor.
         """
         if self.incoming is not None:
             args = self._received(microbatch)

@@ -40,7 +40,7 @@ MAX_TIDY = 2000
 """The largest number of options of a problem for which the plan found is simplified."""
 MIXED_STARTS = 3
 """Starts that take the options of the lower bound's linear program."""
-MAX_RUNS, RUNS_SHARE, LEAST_RUNS_S, MOST_RUNS_SHARE = 2000, 0.15, 1.0, 0.5
+MAX_RUNS, RUNS_SHARE, LEAST_RUNS_S, MOST_RUNS_SHARE, MOST_RUNS_S = 2000, 0.15, 1.0, 0.5, 3.0
 """The number of list schedules for a start with runs of equal ops (`runs`), the share of the budget of time, and
 seconds of this thread's own time that it may take on any budget, on a busy machine, too."""
 CLOSE = 5e-6
@@ -143,7 +143,7 @@ def search(
         if not large:
             # The clock must not decide anything where a number of steps was asked for.
             until = begun + RUNS_SHARE * budget_s if steps is None else float("inf")
-            latest = begun + MOST_RUNS_SHARE * budget_s if steps is None else float("inf")
+            latest = begun + max(MOST_RUNS_SHARE * budget_s, MOST_RUNS_S) if steps is None else float("inf")
             runs = RunSearch(
                 scheduler, bound, serial=serial, most=min(MAX_RUNS, steps or MAX_RUNS), until=until,
                 own_s=LEAST_RUNS_S, latest=latest,

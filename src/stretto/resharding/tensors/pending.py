@@ -111,6 +111,9 @@ class SourceGuard:
 
         Returns:
             What was done: "copy", "wait", or "nothing" if everything had been read already.
+
+        Raises:
+            InvalidInput: `how` is none of these words.
         """
         if how not in ("copy", "wait", "cheaper"):
             raise unknown("how", how, ("copy", "wait", "cheaper"))

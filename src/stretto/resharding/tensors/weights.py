@@ -311,6 +311,7 @@ class WeightSync:
         Args:
             ranks: the ranks of the new sync, this one among them.
             source: what this rank sends from now on; None for what it has sent.
+            _world: the world of the new sync, for `ElasticSync`; that of this one when not given.
 
         Returns:
             The new sync.

@@ -475,7 +475,7 @@ class Hooks:
             self._submits[call.number] = event
             self.gpu.put(event, call, "submit_us")
             if inner is None:
-                # NCCL has queued it in the current stream, as a call that blocks, and gives nothing to wait for.
+                # NCCL has queued the call in the current stream, as one that blocks, and gives no work to wait for.
                 self.waited_on_gpu(call, self.gpu, event)
             elif not blocking:
                 self._note_gpu_end(self.gpu, inner, call)

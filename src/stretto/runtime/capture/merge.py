@@ -23,7 +23,7 @@ from .tape import FIRST_PHASE, VARYING, CallShape, Floats, RankRecording
 MIN_BLOCK_US = 20.0
 """A shorter compute-op is the cost of the calls themselves; its time goes to the next one."""
 NOISE_SHARE = 0.1
-"""Ranks whose durations are closer than this are one."""
+"""Ranks whose durations differ by a smaller share than this are taken for alike."""
 
 
 @dataclass(kw_only=True)
@@ -34,7 +34,7 @@ class _Node:
     phase: str = ""
     at_us: float = 0.0
     after: dict[tuple[int, int], Why] = field(default_factory=dict)
-    """Why it waits for (node, lag)."""
+    """Why the node waits for each (node, lag)."""
     before: set[int] = field(default_factory=set)
     """Nodes that come earlier in some rank's program."""
     ranks: tuple[int, ...] = ()

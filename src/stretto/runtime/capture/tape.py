@@ -66,7 +66,7 @@ class RecordedCall:
     shape: CallShape
     nbytes: int
     splits: bool = False
-    """Whether it is an all-to-all whose pieces may differ."""
+    """Whether the call is an all-to-all whose pieces may differ."""
     workers: int
     """How many ops of its channel the library runs at once; 0 when there is no queue."""
     blocking: bool = False
@@ -77,7 +77,7 @@ class RecordedCall:
     """Whether the end is the op's own, or only when the application had waited for it."""
     waited: bool = False
     on_gpu: bool = False
-    """Whether its times are those of a GPU."""
+    """Whether the call's times are those of a GPU."""
     on_side: bool = False
     """Whether a stream that is not the application's has waited for it."""
 
@@ -91,7 +91,7 @@ class TimedStep:
     leave_us: float
     ends_with: RecordedCall | None = None
     place: int = 0
-    """Where it stands among those of its iteration; 0: behind those that were noted before."""
+    """The call's position among those of its iteration; 0: behind those that were noted before."""
 
 
 @dataclass(kw_only=True)

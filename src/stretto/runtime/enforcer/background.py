@@ -50,7 +50,7 @@ class BackgroundMotif:
             self._move()
         except Exception as wrong:
             self.error = self._explain(wrong)
-        # What moved it may hold a communicator, which is to end with its plan.
+        # The function that moved the motif may hold a communicator, which is to end with its plan.
         self._move = None
         self.elapsed_us = (time.perf_counter() - begin) * 1e6
         self._over.set()
@@ -58,11 +58,11 @@ class BackgroundMotif:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the motif has ended, with or without an error."""
         return self._over.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until it has ended; False when the time is up."""
+        """Block until the motif has ended; False when the time is up."""
         if not self._over.wait(timeout_s):
             return False
         if self.error is not None:

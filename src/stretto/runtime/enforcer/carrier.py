@@ -34,7 +34,7 @@ class PendingMaximum(Protocol):
     """A maximum over all ranks that is being computed."""
 
     def over(self, timeout_s: float) -> bool:
-        """Whether it has ended, well or not, within a time."""
+        """Whether the maximum is known, or its search failed, within a time."""
 
     def wait(self) -> list[int]:
         """The values, once all ranks have given theirs."""
@@ -131,7 +131,7 @@ class Carrier(Protocol):
         """Forget a plan. What was submitted and is held back still runs out."""
 
     def close(self) -> None:
-        """End its threads and give back what it was given."""
+        """End the carrier's threads and give back what it was given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +218,7 @@ class HostCarrier(ABC):
 
     def _put_in_line(self, queued: QueuedOp, submission: BaseSubmission, *, inline: bool) -> GroupWork:
         tensors = queued.tensors
-        # Only who starts it inside of this call is the thread that waits.
+        # Only a motif that is started inside of this call is started by the thread that waits.
         submission.inline = inline
         self._sequencer.submit(queued, submission)
         submission.inline = False
@@ -244,7 +244,7 @@ class HostCarrier(ABC):
         return
 
     def close(self) -> None:
-        """End its threads; nothing to do where they end with their motifs."""
+        """End the carrier's threads; nothing to do where they end with their motifs."""
         return
 
     @property

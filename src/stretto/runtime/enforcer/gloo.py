@@ -224,7 +224,7 @@ class GlooMaximum:
         self._work = group.allreduce([self._values], options)
 
     def over(self, timeout_s: float) -> bool:
-        """Whether it has ended, well or not, within a time."""
+        """Whether gloo's call has ended, with or without an error, within a time."""
         deadline = time.monotonic() + timeout_s
         # gloo would give the call up after a wait with a limit, so its end is polled.
         while not self._work.is_completed():

@@ -93,7 +93,7 @@ class MessageSubmission(BaseSubmission):
         """Do nothing: a message holds no memory of a pool."""
 
     def run_plainly(self) -> None:
-        """Without the plan it begins at once."""
+        """Begin the message at once, as it is without the plan."""
         self._queued.settle(None)
 
 

@@ -154,7 +154,7 @@ class PreparedPlan:
         return self.bound(op, buffers.count)
 
     def bound(self, op: int, elements: int) -> CompiledOp:
-        """An op for so many elements of its larger buffer."""
+        """The compiled op for a number of elements of its larger buffer."""
         key = (op, elements)
         found = self._bound.get(key)
         if found is None:

@@ -56,7 +56,7 @@ class RankMotif:
     program: Program | None = None
     """What the plan brings along where the algorithm is not the library's; over positions in the leaf's ranks."""
     brief: bool
-    """Whether it is over so soon that the next one need not wait for it: between the two a channel would lie idle."""
+    """Whether the motif ends so soon that the next one need not wait: a channel would lie idle between the two."""
     lines: tuple[str, ...] = ()
     """The lines in which it stands: its channels, or single directions of them where messages stand there, too."""
     link_turns: tuple[LinkTurnOf, ...] = ()

@@ -25,7 +25,7 @@ MOST_STRAYS = 1000
 
 
 def too_many(strays: int, expected: ExpectedOps) -> bool:
-    """Whether so many calls between two iterations are no evaluation any more."""
+    """Whether there are too many calls between two iterations for them to be an evaluation."""
     return strays > max(MOST_STRAYS, PATIENCE * len(expected))
 
 
@@ -48,7 +48,7 @@ class RestingPlan:
 
     @property
     def hopeless(self) -> bool:
-        """Whether it will not come back."""
+        """Whether the plan will not become active again."""
         most = PATIENCE * max(len(self.plan.expected), 1)
         return not self.back and (self._steps > PATIENCE or self._calls > max(MOST_STRAYS, most))
 

@@ -47,18 +47,18 @@ class ActiveMotif(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the motif has ended, with or without an error."""
 
     @property
     def error(self) -> Exception | None:
-        """Why it failed, once it has."""
+        """The error of the motif, once it has failed; else None."""
 
     @property
     def elapsed_us(self) -> float:
         """Microseconds from start to end."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until it has ended; False when the time is up."""
+        """Block until the motif has ended; False when the time is up."""
 
 
 class QueuedMotif:
@@ -165,21 +165,21 @@ class QueuedOp:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Where it stands in the order of submission, the same on all ranks."""
+        """The op's position (iteration, number) in the order of submission, the same on all ranks."""
         return self.iteration, self.rank_op.number
 
     @property
     def is_message(self) -> bool:
-        """Whether it is a message between two ranks, which can go without the plan at any time."""
+        """Whether the op is a message between two ranks, which can go without the plan at any time."""
         return self.rank_op.op.kind == "send"
 
     @property
     def untouched(self) -> bool:
-        """Whether none of its motifs has been started."""
+        """Whether none of the op's motifs has been started."""
         return all(motif.state == WAITING for motif in self.motifs.values())
 
     def running(self) -> QueuedMotif | None:
-        """A motif of it that is under way."""
+        """A motif of the op that is under way, or None."""
         for one in self.motifs.values():
             if one.state == RUNNING and one.active is not None:
                 return one
@@ -234,7 +234,7 @@ class Sequencer:
         self._failed = failed
         """Called without the lock, before those who wait for an op get the failure."""
         self.failure: Exception | None = None
-        """What ended it; nothing runs any more."""
+        """The error that ended the sequencer, after which no motif runs any more; else None."""
         self.link_turns: LinkTurns | None = None
         """Asked before motifs that have turns on links; None lets them go."""
         self._lines: dict[str, deque[QueuedMotif]] = {}

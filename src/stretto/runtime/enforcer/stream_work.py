@@ -32,7 +32,7 @@ class StreamPool(Pool):
         return torch.empty(size, dtype=dtype, device=self._device)
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Letting go of it is enough."""
+        """Do nothing: PyTorch's allocator gets the tensor's memory when nothing refers to it."""
 
 
 class OpMemory(Protocol):

@@ -99,12 +99,12 @@ class ProgramWork:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not; never waits."""
+        """Whether the work has ended, with or without an error; never waits."""
         return self._native.done
 
     @property
     def error(self) -> StrettoError | None:
-        """Why it failed, once it has."""
+        """The error of the work, once it has failed; else None."""
         if not self._native.done or not self._native.failure:
             return None
         return failure_error(self._native.failure, self._native.why)
@@ -357,6 +357,7 @@ class Executor:
         Raises:
             PeerLost: A rank is gone.
             InvalidInput: The program does not take so many elements, this type or this reduction.
+            StrettoError: The executor was closed, or has failed before.
         """
         self._home.check()
         arguments = self._checked(handle, input, output, count, dtype, op)

@@ -33,7 +33,7 @@ class Mark(Protocol):
         """What the word of its place has come to by then."""
 
     def query(self) -> bool:
-        """Whether it is over."""
+        """Whether the GPU has come to this place of its stream."""
 
 
 class StagingDevice(Protocol):
@@ -87,7 +87,7 @@ class PinnedMark:
         self._word, self.number = word, number
 
     def query(self) -> bool:
-        """Whether it is over."""
+        """Whether the GPU has come to this place of its stream."""
         return (self._word.value - self.number) & 0xFFFFFFFF < 1 << 31
 
 

@@ -263,7 +263,7 @@ class _Search:
         return [(src, dst) for dst in (targets[:MAX_FAN] if capped else targets[-1:])]
 
     def _ports(self, near: list[Pair], capped: bool) -> list[list[tuple[int, ...]]]:
-        """For every host its ranks by the uplink that they share."""
+        """The ranks of every host, grouped by the uplink that they share."""
         ports = [[ranks] for ranks in self.hosts]
         for each in self._apart(near):
             several = [pair for pair in each if len(self.hosts[pair[0]]) > 1]

@@ -64,7 +64,7 @@ class InsideHost:
     """GB/s from each GPU, then from each NIC, to the memory of its socket."""
     socket: tuple[int, ...]
     switch: tuple[int, ...]
-    """Equal for those that share a link to the socket."""
+    """A number for each GPU and NIC; those that share a link to the socket have equal numbers."""
     direct: Floats
     """GB/s of the links of their own from each GPU to each; 0: there are none."""
     ports: tuple[bool, ...]

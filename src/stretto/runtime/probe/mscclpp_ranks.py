@@ -18,10 +18,10 @@ from ...errors import InvalidInput, StrettoError
 CHECKED = 8
 """The launches, without waiting in between, whose results are checked."""
 LARGE = 16 << 20
-"""From so many bytes on fewer launches are checked and timed."""
+"""The bytes of a call from which on fewer launches are checked and timed."""
 TRIES = 5
 QUEUED_CYCLES = 4_000_000
-"""For so many cycles, some two milliseconds, the GPU does nothing while a try is queued."""
+"""The cycles, some two milliseconds, for which the GPU is kept busy while a try is queued."""
 MODULO = 17
 """Inputs are whole numbers below this, so that any order of adding gives the same float32."""
 

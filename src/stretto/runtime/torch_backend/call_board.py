@@ -20,7 +20,7 @@ RECORDS = 1024
 """Calls of one rank that are kept; the GPU's own queue of launches is not longer."""
 TEXT_BYTES = 1024
 RANK_BYTES = TEXT_BYTES + (RECORDS + 1) * RECORD_BYTES
-"""Why it has given up, its calls, and at the very end whether it has left."""
+"""A rank's bytes on the board: why it has given up, its calls, and at the very end whether it has left."""
 SHARED = Path("/dev/shm")
 
 

@@ -54,7 +54,7 @@ class Engine:
         self.calls = 0
         """How many collectives were submitted; c10d wants the same ones in the same order on all ranks of the group."""
         self.by_one_thread = True
-        """Whether all of them came from the thread that made the group."""
+        """Whether all calls came from the thread that made the group."""
         self._thread = threading.get_ident()
         self._ready: dict[tuple[Any, ...], tuple[LoadedProgram, Choice, bool]] = {}
         self._handles: dict[int, tuple[LoadedProgram, bool]] = {}
@@ -299,7 +299,7 @@ class Job:
         return cls(executor, failed, devices)
 
     def enter(self, engine: Engine, *, owns: bool) -> None:
-        """A group uses it; the one that owns it ends it."""
+        """Note that a group uses an engine of this job; the group that owns the job ends it."""
         self.reserve(engine.communicator, engine.generation, engine.selector.devices)
         self.engines.append(engine)
         if owns:
@@ -404,7 +404,7 @@ def channels_of(environment: Mapping[str, str]) -> dict[str, ChannelConfig]:
 
 
 def _interface(environment: Mapping[str, str]) -> str:
-    """The one whose address this host uses to reach the master."""
+    """The network interface whose address this host uses to reach the master."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             # Connecting a datagram socket sends nothing; it only asks for the route.

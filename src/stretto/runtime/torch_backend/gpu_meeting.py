@@ -64,7 +64,7 @@ def gpu_card(rank: int, device: torch.device, options: GpuOptions, held_bytes: i
 
 
 def encode_card(card: GpuCard) -> bytes:
-    """As it goes to the other ranks."""
+    """A card as bytes, for the other ranks."""
     return msgspec.json.encode(card)
 
 

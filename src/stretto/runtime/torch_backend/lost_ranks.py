@@ -151,6 +151,9 @@ def naming_the_store(known: Callable[[], str]) -> Iterator[None]:
 
     Args:
         known: What is known of a rank of the new group that is lost: with the store goes the rank that holds it.
+
+    Raises:
+        PeerLost: The store went away inside of the block.
     """
     try:
         yield

@@ -20,7 +20,7 @@ class SubmittedCall:
     nbytes: int
     device: str
     splits: bool = False
-    """Whether it is an all-to-all whose pieces may differ."""
+    """Whether the call is an all-to-all whose pieces may differ."""
     root: int = 0
     blocking: bool = False
 

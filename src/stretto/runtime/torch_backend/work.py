@@ -67,14 +67,14 @@ class StartedProgram(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the call has ended, with or without an error."""
 
     @property
     def elapsed_us(self) -> float:
         """Microseconds from the call to its end."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until it is done; False when the time is up. Raises what went wrong."""
+        """Block until the call has ended; False when the time is up. Raises what went wrong."""
 
 
 Ended = Callable[[float | None], object]
@@ -88,7 +88,7 @@ class GroupWork(dist.Work):
         super().__init__()
         self._tensors = tensors
         self._ended = ended
-        # Again in the same thread where an op has ended before its future is asked for.
+        # This runs in the same thread once more where an op has ended before its future is asked for.
         self._lock = threading.RLock()
         self._over = False
         self._forks = STATE.forks
@@ -118,11 +118,11 @@ class GroupWork(dist.Work):
 
     @property
     def forgettable(self) -> bool:
-        """Whether its tensors need not be kept for its sake."""
+        """Whether the call no longer needs its tensors to be kept."""
         return self.is_completed()
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """Whether the call has ended without an error."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
@@ -212,7 +212,7 @@ class GroupWork(dist.Work):
             ended(elapsed_us)
 
     def _elapsed_us(self) -> float | None:
-        """How long it took, where that is known."""
+        """How long the call took in microseconds, where that is known."""
         return None
 
     def _release(self) -> None:
