@@ -50,6 +50,17 @@ def test_a_lost_link_is_gone_around(kind: str) -> None:
     interpret_and_check(coarse.lower())
 
 
+def test_the_old_trees_are_packed_before_the_old_maker_is_asked() -> None:
+    torus = st.Cluster.load("torus:3x3")
+    old = st.synthesize(st.AllGather(9), torus, MB, cache=False, budget_s=60.0, makers=["forest"])
+    said: list[str] = []
+    st.synthesize(
+        st.AllGather(9), without(torus, 0), MB, cache=False, budget_s=60.0, base=old,
+        progress=lambda message, share: said.append(message),
+    )  # fmt: skip
+    assert "repair" in said[0] and any("forest" in message for message in said)
+
+
 def test_the_trees_of_a_program_are_found_in_it() -> None:
     ring = st.algorithm("ring", "all_reduce", 4)
     shards = shards_of(st.AllReduce(4, chunks=1))

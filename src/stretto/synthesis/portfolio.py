@@ -213,6 +213,8 @@ def _search(
 ) -> tuple[Synthesis, Board]:
     """Run all tasks, or those before Ctrl-C; return the best result, and how the search went."""
     tasks, refused = planned
+    # `repair` first: of the short budget after a failure other makers may leave it nothing.
+    tasks = sorted(tasks, key=lambda task: task.maker != REPAIR)
     # Short tasks run in this process. Long ones run in workers: several at once, and killed where they overrun.
     small = problem.ranks <= SMALL
     alone = jobs == 1 and backend == "processes"
