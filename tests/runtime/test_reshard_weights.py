@@ -175,3 +175,13 @@ def test_a_vote_that_is_late_names_who_hangs_and_not_who_waits_for_that_rank() -
         over.set()
         thread.join()
     assert str(found) == "rank 2 did not vote within 2 s"
+
+
+@pytest.mark.parametrize("limit", [20_000, 50_000, 190_000])
+def test_rows_that_are_not_cut_do_not_cost_a_round(limit: int) -> None:
+    # Halves of columns of matrices that lie in rows, and vectors, as trainers and servers of a transformer cut them.
+    shapes = [(192, 256, (4,)), (64, 128, (4, 5)), (256, 256, (4,)), (64, 512, (4, 5)), (1, 64, (4, 5))] * 4
+    tasks = [task(rows, columns, receivers=to) for rows, columns, to in shapes]
+    streams = streams_of(tasks, limit, depth=2)
+    moved = len(deal(tasks, streams)) * sum(stream.nbytes for stream in streams)
+    assert moved <= 1.04 * sum(one.nbytes for one in tasks)

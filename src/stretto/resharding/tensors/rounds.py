@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import ceil
 
 from ...errors import InvalidInput
@@ -18,6 +19,11 @@ GROWTH = 1.25
 """Factor by which the number of rounds grows when the bytes of a round do not fit into the limit."""
 WASTE = 16
 """A row of a tensor is cut, too, where it is larger than this part of a stream's bytes of a round."""
+MORE_ROUNDS, SLACKS = 3, (0.0, 1 / 256, 1 / 64, 1 / 32)
+"""Rounds more, and room in each beyond an even share, that are tried: rows that are not cut leave gaps, and tensors may
+end in a round more, which carries as many bytes as any other."""
+MAX_DEALT = 4_000
+"""The most tasks that are dealt to find out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +100,22 @@ def streams_of(tasks: Sequence[UnitTask], limit_bytes: int | None, *, unit: int 
     while True:
         made = sized([_padded(ceil(total / count), align) for total, align in zip(totals, aligns, strict=True)])
         if _busiest(made) <= limit_bytes:
-            return made
+            break
         count = ceil(count * GROWTH + 1e-9)
+    if len(tasks) > MAX_DEALT:
+        return made
+    best, least_bytes = made, _moved(tasks, made)
+    for rounds, slack in product(range(count, count + MORE_ROUNDS), SLACKS):
+        shares = [ceil(total * (1 + slack) / rounds) for total in totals]
+        made = sized([_padded(share, align) for share, align in zip(shares, aligns, strict=True)])
+        if _busiest(made) <= limit_bytes and (moved := _moved(tasks, made)) < least_bytes:
+            best, least_bytes = made, moved
+    return best
+
+
+def _moved(tasks: Sequence[UnitTask], streams: Sequence[Stream]) -> int:
+    """The bytes of all rounds together, full or not."""
+    return len(deal(tasks, streams)) * sum(stream.nbytes for stream in streams)
 
 
 def deal(tasks: Sequence[UnitTask], streams: Sequence[Stream]) -> Rounds:
