@@ -23,6 +23,8 @@ WRITES_BY_THREADS = 0.25
 """Writes do not wait for an answer, so that few threads write nearly as fast as many: the power of that."""
 MOST_TURNS = 32
 """The most turns of a loop that are simulated; more of them are taken to be as many, each longer."""
+MOST_PULLED = 64
+"""The same where every step has one peer: the pipelines of trees, whose filling counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,11 @@ class StepEvents:
     begun: int
     done: tuple[int, ...]
     sent: dict[int, int]
+
+    def later(self, shift: int) -> StepEvents:
+        """The same events of the same step that much later."""
+        sent = {peer: event + shift for peer, event in self.sent.items()}
+        return StepEvents(self.begun + shift, tuple(event + shift for event in self.done), sent)
 
 
 @dataclass
@@ -149,6 +156,33 @@ class PriceGraph:
             done.append(self.on_link[-1][0])
         self.steps.append((step, StepEvents(begun, tuple(done), sent)))
         return self.steps[-1][1]
+
+    def mark(self) -> tuple[int, int, int, int]:
+        """How much there is by now: events, messages, what switches do, and steps."""
+        return len(self.cost), len(self.message), len(self.on_link), len(self.steps)
+
+    def repeat(self, first: int, mark: tuple[int, int, int, int], times: int) -> int:
+        """Add what was added since a mark again, each time behind the time before.
+
+        Args:
+            first: The event with which the time before last began, of as many events.
+            mark: Where the last time began.
+            times: How often it is added.
+
+        Returns:
+            By how much the numbers of the last events are above those of the events that were repeated.
+        """
+        begun, events = mark[0], len(self.cost)
+        length = events - begun
+        messages, on_link, made = self.message[mark[1] :], self.on_link[mark[2] :], self.steps[mark[3] :]
+        costs, after = self.cost[begun:], self.after[begun:]
+        for shift in range(length, length * times + 1, length):
+            self.cost += costs
+            self.after += [[a + shift if a >= first else a for a in row] for row in after]
+            self.message += [(event + shift, a, b, nbytes) for event, a, b, nbytes in messages]
+            self.on_link += [(event + shift, link, nbytes) for event, link, nbytes in on_link]
+            self.steps += [(step, found.later(shift)) for step, found in made]
+        return length * times
 
     def delay_us(self, cost: EventCost, p: Runtime) -> float:
         """What a runtime asks for something."""

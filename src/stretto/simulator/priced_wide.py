@@ -15,7 +15,7 @@ from ..programs.formats.mscclpp_wide import PlanForm, widen_in
 from ..programs.formats.mscclpp_wide_ops import switched
 from ..programs.formats.mscclpp_wide_sync import StreamSync
 from ..programs.wide import PACKET, WideProgram, WideStep
-from .price_graph import MOST_TURNS, EventCost, PacketArrivals, PricedStep, PriceGraph
+from .price_graph import MOST_PULLED, MOST_TURNS, EventCost, PacketArrivals, PricedStep, PriceGraph
 from .runtimes import Runtime, runtime_of
 from .switch_links import SwitchLinks, switch_links
 
@@ -172,7 +172,9 @@ def _signals(
     last = list(last)
     begun = {(q, r): graph.event(meet, last[q]) for q in range(ranks) for r in sync.signals(q, 0)}
     plan = [list(sync.schedule(r)) for r in range(ranks)]
-    for _ in range(turns):
+    began: list[tuple[int, int, int, int]] = []
+    for _ in range(min(turns, 2)):
+        began.append(graph.mark())
         done: dict[tuple[int, int], tuple[int, ...]] = {}
         at = [0] * ranks
         for step in steps:
@@ -184,6 +186,9 @@ def _signals(
                 after.append(begun[q, r] if number == 0 else graph.event(meet, done[q, number]))
             priced = _by_switch(graph, step, turns, len(waits), switch) if switch is not None else None
             done[r, at[r]] = last[r] = graph.step(priced or _priced(graph, step, turns, len(waits)), after).done
+    if turns > 2:
+        shift = graph.repeat(began[0][0], began[1], turns - 2)
+        last = [tuple(e + shift if e >= began[1][0] else e for e in events) for events in last]
     ended = list(last)
     for r in range(ranks):
         heard = [graph.event(meet, last[q]) for q in sync.last_waits(r)]
@@ -196,4 +201,5 @@ def _turns(graph: PriceGraph, steps: list[WideStep], form: PlanForm) -> int:
     if not form.loop_bytes or not steps:
         return 1
     share = float(graph.collective.chunk_share[0]) * graph.nbytes * steps[0].count / form.slices
-    return int(np.clip(np.ceil(share / form.loop_bytes), 1, MOST_TURNS))
+    most = MOST_PULLED if form.pull else MOST_TURNS
+    return int(np.clip(np.ceil(share / form.loop_bytes), 1, most))

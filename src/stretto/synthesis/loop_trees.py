@@ -22,15 +22,20 @@ from ..programs.wide import runs_of
 from . import forest
 from .forest_program import PACES
 from .forest_trees import Forest
+from .loop_balance import balanced_forests
 from .loop_packing import packed_forests
 from .loop_paths import loop_paths
 
 TREES = (1, 2, 3, 4, 5, 6, 8)
 """The most trees of a root, of those that are tried: fewer are fewer steps, more of them fill the links better."""
-PACKED = ((72, 3, 0.9), (96, 2, 0.9), (96, 3, 0.95))
+PACKED = ((72, 3, 0.9), (96, 2, 0.9), (96, 3, 0.95), (24, 2, 0.9))
 """The packings that are tried: shares of a root, height of trees, and the part of links on longer routes."""
+BALANCED = tuple((height, room, seed) for seed in range(4) for height, room in ((3, 0.95), (2, 0.97), (2, 0.9)))
+"""Those of which every stream is one tree of nearly one size: height, the part of links on longer routes, and seed."""
 PATHS = ((12, 5e-5), (32, 1e-6), (12, 2e-5))
 """Settings of the packing for all-to-alls: shares of a pair of ranks, and the price of a detour."""
+WAYS = {"all_gather": (False,), "reduce_scatter": (True,), "all_reduce": (True, False)}
+"""In which directions data goes along trees: True to the root."""
 FEWEST = 2
 """A root has at least so many streams, or its trees are not packed."""
 
@@ -55,7 +60,21 @@ def loop_trees(collective: Collective, cluster: Cluster, *, most: int) -> Iterat
     if collective.kind == "all_to_all":
         yield from _paths(collective, cluster, most)
         return
-    yield from _packed(collective, cluster, most)
+    yield from packed_trees(collective, cluster, most=most)
+    yield from equal_trees(collective, cluster, most=most)
+
+
+def equal_trees(collective: Collective, cluster: Cluster, *, most: int) -> Iterator[Program]:
+    """Programs of more and more trees of the optimum's rates, verified, each with one and with two pieces.
+
+    Args:
+        collective: The collective.
+        cluster: The cluster.
+        most: The most streams, >= 1.
+
+    Yields:
+        The programs.
+    """
     seen: set[tuple[int, ...]] = set()
     for trees in TREES:
         try:
@@ -74,9 +93,18 @@ def loop_trees(collective: Collective, cluster: Cluster, *, most: int) -> Iterat
             yield made
 
 
-def _packed(collective: Collective, cluster: Cluster, most: int) -> Iterator[Program]:
-    """Programs of trees whose shares load links as the best rates do, where every rank is a root."""
-    ways = {"all_gather": (False,), "reduce_scatter": (True,), "all_reduce": (True, False)}.get(collective.kind, ())
+def packed_trees(collective: Collective, cluster: Cluster, *, most: int) -> Iterator[Program]:
+    """Programs of trees whose shares load links as the best rates do, where every rank is a root.
+
+    Args:
+        collective: The collective.
+        cluster: The cluster.
+        most: The most streams, >= 1.
+
+    Yields:
+        The programs, verified.
+    """
+    ways = WAYS.get(collective.kind, ())
     if not ways or FEWEST * collective.num_ranks > most:
         return
     for shares, height, room in PACKED:
@@ -89,6 +117,33 @@ def _packed(collective: Collective, cluster: Cluster, most: int) -> Iterator[Pro
         if len(runs_of(made)) <= most:
             made.verify()
             yield made
+
+
+def balanced_trees(collective: Collective, cluster: Cluster, *, most: int) -> Iterator[Program]:
+    """Programs of one tree for each stream, verified, all of nearly one size, where every rank is a root.
+
+    Args:
+        collective: The collective.
+        cluster: The cluster.
+        most: The most streams, >= 1.
+
+    Yields:
+        Programs that load links nearly alike; which of them is the fastest, their times have to say.
+    """
+    ways = WAYS.get(collective.kind, ())
+    if not ways or FEWEST * collective.num_ranks > most:
+        return
+    for height, room, seed in BALANCED:
+        try:
+            forests, _ = balanced_forests(
+                cluster, collective.ranks, most, ways=ways, height=height, room=room, seed=seed
+            )  # fmt: skip
+        except StrettoError:
+            return
+        built = forest._build(collective, forests, 1, PACES[0])
+        made = replace(built, name=f"loop_trees(balanced,height={height},room={room:g},seed={seed})")
+        made.verify()
+        yield made
 
 
 def _paths(collective: Collective, cluster: Cluster, most: int) -> Iterator[Program]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from math import inf
 from typing import Any
 
@@ -27,7 +28,7 @@ from ..simulator import Runtime, lower_bound, simulate
 from ..simulator.priced_wide import wide_time_us
 from ..simulator.switch_links import switch_links
 from .certificate import Candidate, Certificate, Lowering, ProvedProgram
-from .loop_trees import loop_trees
+from .loop_trees import WAYS, balanced_trees, equal_trees, loop_trees, packed_trees
 from .problem import MAX_WIDE, SynthesisProblem
 
 DIRECT = "library:direct"
@@ -44,7 +45,7 @@ MAX_PACKETS = 4.5e6
 """The most bytes of all ranks together for which packets, which take twice the room, are tried."""
 TREES_FROM = 8e6
 """From so many bytes on, trees in loops are tried where links differ."""
-FIRST_TREES = 2
+FIRST_TREES = 1
 """The programs of trees that are tried whatever time is left: the direct algorithm alone would be far slower there."""
 FIRST_OTHERS = 2
 """Other programs than the direct one of which the first forms are tried whatever time is left."""
@@ -62,6 +63,10 @@ LOOP_TURNS = (8, 32)
 """How often the loop of a plan goes round, of those that are tried."""
 TREE_TURNS = (16, 32)
 """How often the loop of a plan goes round, of those that are tried where every tree is a stream."""
+PULLED_TURNS = (32, 64)
+"""How often where every step has one peer: trees are compared with the first."""
+COMPARED = 0.6
+"""The part of the time in which trees are compared; the two fastest of them are tried in all their forms."""
 LEAST_LOOP = 1 << 14
 """The fewest bytes that are moved in one turn."""
 
@@ -97,8 +102,8 @@ def search_plans(
     for made in direct:
         search.widen(made)
     left_out = 0
-    if problem.nbytes > TREES_FROM and not direct_fills_links(problem):
-        for at, (made, forms) in enumerate(_trees(problem, search.most_blocks)):
+    if needs_trees(problem):
+        for at, (made, forms) in enumerate(search.trees()):
             if time.monotonic() > deadline and at >= FIRST_TREES:
                 left_out += 1
                 break
@@ -140,6 +145,11 @@ def restored_plan(program: Program, certificate: Certificate, problem: Synthesis
     return replace(_plan(program, took, form), cut=certificate.cut)
 
 
+def needs_trees(problem: SynthesisProblem) -> bool:
+    """Whether a problem is for plans, and the direct algorithm leaves links idle, so that trees in loops are tried."""
+    return problem.takes_plans and problem.nbytes > TREES_FROM and not direct_fills_links(problem)
+
+
 def direct_fills_links(problem: SynthesisProblem) -> bool:
     """Whether the direct algorithm moves large data as fast as links allow, so that no other search is needed.
 
@@ -156,11 +166,6 @@ def direct_fills_links(problem: SynthesisProblem) -> bool:
         bool(made) and made[0].time_us <= FILLS_LINKS * lower_bound(one, problem.cluster, LARGE).total_us
         for one, made in found
     )
-
-
-def _trees(problem: SynthesisProblem, most: int) -> Iterator[tuple[ProvedProgram, list[PlanForm]]]:
-    for program in loop_trees(problem.collective, problem.cluster, most=most):
-        yield _timed("loop_trees", program, problem), loop_forms(program, problem.nbytes, most)
 
 
 @dataclass(kw_only=True)
@@ -184,6 +189,25 @@ class _PlanSearch:
         """Whether the time is spent; never before there is a plan."""
         return self.best is not None and time.monotonic() > self.deadline
 
+    def trees(self) -> Iterator[tuple[ProvedProgram, list[PlanForm]]]:
+        """Trees in loops and their forms: first the two fastest of those that the time allows to compare."""
+        problem, most = self.problem, self.most_blocks
+        wanted, cluster = problem.collective, problem.cluster
+        until = time.monotonic() + COMPARED * max(self.deadline - time.monotonic(), 0.0)
+        balanced, others = balanced_trees(wanted, cluster, most=most), loop_trees(wanted, cluster, most=most)
+        compared: list[tuple[float, int, Program]] = []
+        if wanted.kind in WAYS:
+            others = equal_trees(wanted, cluster, most=most)
+            packed = packed_trees(wanted, cluster, most=most)
+            for program in _in_turn(balanced, packed):
+                form = loop_forms(program, problem.nbytes, most)[0]
+                self.report(f"wide steps of {program.name}")
+                compared.append((self._time_us(program, form, {}), len(compared), program))
+                if time.monotonic() > until:
+                    break
+        for program in chain((program for _, _, program in sorted(compared)[:2]), others):
+            yield _timed("loop_trees", program, problem), loop_forms(program, problem.nbytes, most)
+
     def widen(self, made: ProvedProgram, forms: Iterable[PlanForm] | None = None) -> None:
         """Try one program in some forms, by default in all that suit it if the first ones promise something.
 
@@ -194,6 +218,7 @@ class _PlanSearch:
         steps: dict[PlanForm, WideProgram] = {}
         before: dict[PlanForm, float] = {}
         enough: set[PlanForm] = set()
+        given = forms is not None
         if forms is None:
             forms = forms_for(program, problem.nbytes, self.prices, problem.cluster)
             if made.maker != DIRECT and 4 * problem.ranks < program.collective.num_chunks < self.most_blocks:
@@ -202,7 +227,10 @@ class _PlanSearch:
                 return
             if made.maker != DIRECT:
                 forms = self._in_time(forms)
-        for form in forms:
+        for at, form in enumerate(forms):
+            if given and at and self.late:
+                self.hurried = True
+                break
             key = replace(form, slices=1, loop_bytes=0, halves=0)
             if key in enough and not form.loop_bytes:
                 continue  # More slices did not help before, and so will not help now.
@@ -258,6 +286,13 @@ class _PlanSearch:
         return FEWEST_STEPS if held and self.problem.nbytes <= TREES_FROM else 1.0
 
 
+def _in_turn(some: Iterator[Program], fewer: Iterator[Program]) -> Iterator[Program]:
+    """The first of both, the second of both, and so on."""
+    for program in some:
+        yield program
+        yield from islice(fewer, 1)
+
+
 def first_forms(forms: Sequence[PlanForm]) -> tuple[PlanForm, ...]:
     """The form with most threadblocks and without loops, of each kind of form."""
     return tuple({(form.protocol, form.apart): form for form in forms if not form.loop_bytes}.values())
@@ -299,10 +334,11 @@ def loop_forms(program: Program, nbytes: float, most: int) -> list[PlanForm]:
     at_once = PlanForm(streams=min(most, program.collective.num_chunks), longest=longest)
     together = max(runs) if program.collective.kind == "all_to_all" else max(1, longest)
     share = float(program.collective.chunk_share[0]) * nbytes * together
-    loops = [loop for loop in (int(share / turns) // 16 * 16 for turns in TREE_TURNS) if loop >= LEAST_LOOP]
+    turns = PULLED_TURNS if longest else TREE_TURNS
+    loops = [loop for loop in (int(share / many) // 16 * 16 for many in turns) if loop >= LEAST_LOOP]
     halves = (1, 0) if program.reduce.any() and not program.reduce.all() else (0,)
     if longest:
-        return [replace(at_once, loop_bytes=loop, halves=halves[0], pull=1) for loop in loops[-1:]]
+        return [replace(at_once, loop_bytes=loop, halves=halves[0], pull=1) for loop in loops]
     return [*(replace(at_once, loop_bytes=loop, halves=half) for half in halves for loop in loops), at_once]
 
 

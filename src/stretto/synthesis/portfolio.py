@@ -30,7 +30,7 @@ from .helpers import duties, hint, resolve
 from .lowering import check_format, lowers_well, search_lowering
 from .makers import LIBRARY, PHASES, SMALL, SYMMETRIC, MakerOptions, check_options, plan_tasks
 from .matching import same_task
-from .plan_search import restored_plan
+from .plan_search import needs_trees, restored_plan
 from .problem import MakerTask, Progress, SynthesisProblem
 from .sketch import Sketch
 
@@ -40,6 +40,8 @@ FROM_BASE = 0.1
 REPAIR = "repair"
 LOWERING = 0.3
 """The share of the budget that is kept for turning programs into instruction streams."""
+TREES = 0.6
+"""The same where plans need trees in loops, which are searched for then."""
 STOPPED_S = 1.0
 """The seconds for turning programs into instruction streams once a search was stopped; one lowering is always made."""
 
@@ -223,11 +225,12 @@ def _search(
     here = [task for task in tasks if task.maker in quick or (small and (alone or task.maker == LIBRARY))]
     there = [task for task in tasks if task not in here]
     # The backend is started before the clock of the budget: starting a Ray cluster is not part of the search.
+    kept = TREES if needs_trees(problem) else LOWERING
     with backends.backend(backend, jobs=jobs, address=ray_address) if there else nullcontext() as start:
         began = time.monotonic()
         board = Board(
             bound=lower_bound(problem.collective, problem.cluster, problem.nbytes),
-            budget_s=budget_s * (1 - LOWERING if problem.lower else 1),
+            budget_s=budget_s * (1 - kept if problem.lower else 1),
             began=began,
             progress=progress,
             priced=problem.runtime is not None,
@@ -241,13 +244,11 @@ def _search(
                 backends.run_tasks(problem, there, board, jobs=jobs, start=start)
         except KeyboardInterrupt:
             board.stopped = True
-    if board.best is None and board.stopped:
-        raise KeyboardInterrupt
     if board.best is None:
-        raise Infeasible(_why_nothing(problem, board.candidates))
+        raise KeyboardInterrupt() if board.stopped else Infeasible(_why_nothing(problem, board.candidates))
     best, lowering = board.best, None
     if problem.lower:
-        best, lowering = _lowered(problem, board, budget_s)
+        best, lowering = _lowered(problem, board, kept * budget_s)
     # A program that came from a worker is verified and simulated once more in this process.
     timeline = simulate(
         best.program, problem.cluster, nbytes=problem.nbytes, alpha=problem.alpha, contention=problem.contention
@@ -285,11 +286,11 @@ def _search(
     return found, board
 
 
-def _lowered(problem: SynthesisProblem, board: Board, budget_s: float) -> tuple[ProvedProgram, Lowering]:
+def _lowered(problem: SynthesisProblem, board: Board, kept_s: float) -> tuple[ProvedProgram, Lowering]:
     """The program whose instruction streams are fastest, in little time where Ctrl-C ends or has ended the search."""
     if not board.stopped:
         try:
-            left_s = max(board.left_s, LOWERING * budget_s)
+            left_s = max(board.left_s, kept_s)
             return search_lowering(board.made, problem, budget_s=left_s, report=board.report)
         except KeyboardInterrupt:
             board.stopped = True
