@@ -201,7 +201,9 @@ def _run_rows(run: WeightRun) -> dict[str, Any]:
 
 
 def _run_table(run: WeightRun) -> ResultTable:
-    title = f"{format_bytes(run.nbytes)} in {len(run.model.tensors)} tensors: bound {format_us(run.bound_us)}, "
+    network = "" if os.environ.get("STRETTO_CLUSTER") else " (of an assumed network: STRETTO_CLUSTER names yours)"
+    title = f"{format_bytes(run.nbytes)} in {len(run.model.tensors)} tensors: "
+    title += f"bound {format_us(run.bound_us)}{network}, "
     title += f"predicted {format_us(run.predicted_us)}, a training step {run.slowdown:.2f}x as long meanwhile"
     if run.copied_us:
         title += f"; copying once takes {format_us(run.copied_us)} (route: {run.route})"

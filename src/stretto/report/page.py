@@ -115,7 +115,8 @@ def write_html(path: str | Path, *, title: str, sections: Sequence[Section]) -> 
     Args:
         path: file to write.
         title: title of the page, which is escaped.
-        sections: the sections in order; headings and notes are escaped, bodies are not.
+        sections: the sections in order; headings and notes are escaped, bodies are not; words of a note between
+            backticks are code.
 
     Raises:
         InvalidInput: the file cannot be written.
@@ -146,7 +147,7 @@ def _section_html(section: Section) -> str:
     """A section; its figures are labelled with its heading, for readers that do not see them."""
     label = f'role="img" aria-label="{escape(section.heading)}"'
     body = section.body.replace('class="plotly-graph-div"', f'class="plotly-graph-div" {label}')
-    heading, note = escape(section.heading), escape(section.note)
+    heading, note = escape(section.heading), re.sub("`([^`]+)`", r"<code>\1</code>", escape(section.note))
     return f"<h2>{heading}</h2>\n<p>{note}</p>\n<div class='wide'>{body}</div>"
 
 

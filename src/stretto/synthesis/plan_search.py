@@ -67,8 +67,6 @@ PULLED_TURNS = (32, 64)
 """How often where every step has one peer: trees are compared with the first."""
 COMPARED = 0.6
 """The part of the time in which trees are compared; the two fastest of them are tried in all their forms."""
-FIRST_BALANCED = 3
-"""The balanced trees that are compared before packed ones."""
 LEAST_LOOP = 1 << 14
 """The fewest bytes that are moved in one turn."""
 
@@ -201,7 +199,7 @@ class _PlanSearch:
         if wanted.kind in WAYS:
             others = equal_trees(wanted, cluster, most=most)
             packed = packed_trees(wanted, cluster, most=most)
-            for program in chain(islice(balanced, FIRST_BALANCED), packed, balanced):
+            for program in _in_turn(balanced, packed):
                 form = loop_forms(program, problem.nbytes, most)[0]
                 self.report(f"wide steps of {program.name}")
                 compared.append((self._time_us(program, form, {}), len(compared), program))
@@ -286,6 +284,13 @@ class _PlanSearch:
         """The share of the best time below which wide steps of a program are taken instead."""
         held = self.best is not None and self.best[0].maker == DIRECT and made.maker != DIRECT
         return FEWEST_STEPS if held and self.problem.nbytes <= TREES_FROM else 1.0
+
+
+def _in_turn(some: Iterator[Program], fewer: Iterator[Program]) -> Iterator[Program]:
+    """The first of both, the second of both, and so on."""
+    for program in some:
+        yield program
+        yield from islice(fewer, 1)
 
 
 def first_forms(forms: Sequence[PlanForm]) -> tuple[PlanForm, ...]:

@@ -244,10 +244,8 @@ def _search(
                 backends.run_tasks(problem, there, board, jobs=jobs, start=start)
         except KeyboardInterrupt:
             board.stopped = True
-    if board.best is None and board.stopped:
-        raise KeyboardInterrupt
     if board.best is None:
-        raise Infeasible(_why_nothing(problem, board.candidates))
+        raise KeyboardInterrupt() if board.stopped else Infeasible(_why_nothing(problem, board.candidates))
     best, lowering = board.best, None
     if problem.lower:
         best, lowering = _lowered(problem, board, kept * budget_s)

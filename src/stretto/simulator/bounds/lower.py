@@ -16,7 +16,7 @@ from ...cluster.symmetry import LinkOrbits, link_orbits, translations
 from ...collectives import Collective
 from ...collectives.implicit import ImplicitCollective
 from ...errors import InvalidInput
-from ...units import check_bytes, format_bytes, format_us
+from ...units import check_bytes, counted, format_bytes, format_us
 from .concurrent import MAX_VARIABLES, FlowNeeds, concurrent_flow, lengths, needed
 from .counting import counted_in_time
 from .cuts import Cut, Need, prefix_cuts, region_cuts, regions, sink_needs, source_needs, worst_sink
@@ -384,7 +384,7 @@ def _passing(
     weights, share, settled = found
     used = weights > 0
     rate = f"{float(weights[used] @ net.rate[used]) / 1e3:.6g} GB/s"
-    links = f"{np.count_nonzero(used)} links of {rate} in all"
+    links = f"{counted(int(np.count_nonzero(used)), 'link')} of {rate} in all"
     reason = f"flow: {BYTES} (weighted) must pass {links}, as switches only pass data on"
     ends = np.array([end for end, _, _ in needs])
     linked = np.intersect1d(net.src, net.dst)
@@ -435,7 +435,8 @@ def _all_reduce(cluster: Cluster, net: ArcNetwork, demand: Demand) -> Iterator[B
             yield BoundProof.of(net, found.into.astype(np.float64), times * share, reason, method, False)
         for sends in first_sends(net, wanters.astype(np.int32), cluster.node_multicast):
             used = sends.weights > 0
-            links = f"{np.count_nonzero(used)} links of {float(sends.weights[used] @ net.rate[used]) / 1e3:.6g} GB/s"
+            gb_per_s = float(sends.weights[used] @ net.rate[used]) / 1e3
+            links = f"{counted(int(np.count_nonzero(used)), 'link')} of {gb_per_s:.6g} GB/s"
             order = "hear after a tree from all to it" if sends.hears else "send before a tree from it to all"
             reason = f"first sends: {BYTES} (weighted) must pass {links} in all, since all but one rank {order}"
             yield BoundProof.of(net, sends.weights, sends.share * share, reason, "max-flow LP", False)
@@ -501,7 +502,7 @@ def _length_proof(net: ArcNetwork, needs: FlowNeeds, length: Floats, method: str
     used = length > 0
     rate = float(length[used] @ net.rate[used])
     weighted = " (weighted)" if length[used].min(initial=1.0) < 1 - 1e-9 else ""
-    links = f"{np.count_nonzero(used)} links of {rate / 1e3:.6g} GB/s in all"
+    links = f"{counted(int(np.count_nonzero(used)), 'link')} of {rate / 1e3:.6g} GB/s in all"
     reason = f"flow: {BYTES}{weighted} must pass {links}"
     return BoundProof.of(net, length, share, reason, method, False)
 
