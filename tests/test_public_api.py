@@ -85,6 +85,7 @@ def test_the_reader_of_imports_sees_what_is_internal() -> None:
 
 def test_about_thirty_five_names_are_at_the_top() -> None:
     assert 30 <= len(stretto.__all__) <= 40
+    assert f"`stretto.__all__` has {len(stretto.__all__)} names" in (ROOT / "docs" / "architecture.md").read_text()
     assert not {name for name in stretto.__all__ if name in MOVED}
 
 
