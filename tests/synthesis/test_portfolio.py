@@ -164,6 +164,21 @@ def test_a_result_without_a_maker_that_crashed_is_not_kept(
     assert synthesize(st.AllGather(4), ring, st.MB).cached
 
 
+def test_a_result_of_a_busy_machine_is_not_kept_where_makers_were_not_tried(
+    ring: st.Cluster, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only(monkeypatch, fake("good"), fake("refuses"))
+    monkeypatch.setattr(portfolio, "_processor_s", lambda: 0.0)
+    late = [row for row in synthesize(st.AllGather(4), ring, st.MB, budget_s=1e-6).candidates if row.time_us is None]
+    assert [row.maker for row in late] == ["refuses"] and not (own_cache / "synthesis").exists()
+    # All were tried, or the machine was not busy.
+    synthesize(st.AllGather(4), ring, st.MB)
+    assert synthesize(st.AllGather(4), ring, st.MB).cached
+    monkeypatch.setattr(portfolio, "_processor_s", time.monotonic)
+    synthesize(st.AllGather(4), ring, st.MB, budget_s=1e-6)
+    assert synthesize(st.AllGather(4), ring, st.MB, budget_s=1e-6).cached
+
+
 def test_a_result_without_a_worker_that_died_is_not_kept(
     ring: st.Cluster, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from ..control.split import LEAST_UNDER_PLAN, GainSplit
 from ..runtime.enforcer.report import Timing
+from ..runtime.enforcer.trial import SETTLED
 from ..units import format_us
 
 NOTICEABLE = 1.005
@@ -79,7 +80,10 @@ def verdict(split: GainSplit) -> str:
         seen = f"{split.gain:.2f} times as fast as the unchanged job in these"
         return f"too early to say what was gained: {few} under the plan, of {LEAST_UNDER_PLAN} at least ({seen})"
     if split.gain < NOTICEABLE:
-        return f"nothing was gained: {split.gain:.2f} times as fast as the unchanged job; {now}"
+        said = f"nothing was gained: {split.gain:.2f} times as fast as the unchanged job; {now}"
+        if split.kept == "plan" and split.plan is not None and split.plan.iterations < SETTLED:
+            said += f" (for {split.plan.iterations} iterations: after {SETTLED} it is measured in turns with that job)"
+        return said
     shares = f"our backend {split.backend_share:.2f}x"
     if split.kept == "plan" and split.plan_share:
         shares += f", the plan {split.plan_share:.2f}x"

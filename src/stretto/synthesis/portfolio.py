@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+import resource
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -34,7 +36,11 @@ from .plan_search import needs_trees, restored_plan
 from .problem import MakerTask, Progress, SynthesisProblem
 from .sketch import Sketch
 
+log = logging.getLogger(__name__)
+
 MAX_JOBS = 256
+BUSY = 0.5
+"""With less than this share of a processor a search ran on a busy machine."""
 FROM_BASE = 0.1
 """The share of the budget that is spent where the search begins with the program of an earlier search."""
 REPAIR = "repair"
@@ -150,14 +156,24 @@ def synthesize(
     found = store.load(problem) if store else None
     if found is None:
         tasks = plan_tasks(problem, makers, own)
+        began_s, used_s = time.monotonic(), _processor_s()
         found, board = _search(problem, budget_s, jobs, tasks, progress, backend, ray_address)
         if board.stopped:
             raise SearchStopped(_with_hosts(found, problem))
-        if store and not board.crashed:
+        share = (_processor_s() - used_s) / max(time.monotonic() - began_s, 1e-9)
+        # On an idle machine the makers that the time did not suffice for may find a better program.
+        if board.late and share < BUSY and backend == "processes":
+            log.info("not cached: the search had %.2f of a processor", share)
+        elif store and not board.crashed:
             store.save(found)
     elif lower:
         found = replace(found, lowering=_lowered_again(found, problem, LOWERING * budget_s))
     return _with_hosts(found, problem)
+
+
+def _processor_s() -> float:
+    """Processor seconds that this process and those of its children that have ended have used."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
 def _with_hosts(found: Synthesis, problem: SynthesisProblem) -> Synthesis:
