@@ -79,7 +79,10 @@ CASES: dict[str, tuple[str, ...]] = {
         "-w", "dlrm:A2,ranks=8", "-c", "hgx2:1", "--steps", "20", "-o", "{plan_file}.json", "--html", "{html}.html",
         "--trace", "{trace}.pftrace", "--tuner", "{tuner}.csv",
     ),
-    "plan retime": ("{made}", "-w", "dlrm:A2,ranks=8", "-c", "hgx2:1", "--trace", "{trace}.pftrace"),
+    "plan retime": (
+        "{made}", "-w", "dlrm:A2,ranks=8", "-c", "hgx2:1", "--trace", "{trace}.pftrace", "--html", "{html}.html",
+    ),
+    "plan show": ("{made}", "--html", "{html}.html"),
     "program convert": ("{ring}", "{target}.xml"),
     "reshard": (
         *RESHARD, "--html", "{html}.html", "--trace", "{trace}.pftrace", "-o", "{target}.txt", "--json",

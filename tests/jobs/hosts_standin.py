@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import queue
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from stretto.errors import PeerLost
 from stretto.programs.ir import Program
 from stretto.runtime.executor.executor import DTYPES, Executor, LoadedProgram
 
@@ -156,8 +158,12 @@ class StandinLegs:
         assert ordered
         size = DTYPES[dtype]
         assert loaded.buffer_elements(count) == (input.nbytes // size, output.nbytes // size)
-        if not self.why:
-            self.executor.start(loaded, input.data_ptr(), output.data_ptr(), count, dtype, reduce, timeout_s=30).wait()
+        if self.why:
+            return
+        work = self.executor.start(loaded, input.data_ptr(), output.data_ptr(), count, dtype, reduce, timeout_s=30)
+        # A kernel that has lost a peer ends, and what comes behind it in its stream goes on.
+        with contextlib.suppress(PeerLost):
+            work.wait()
 
     def abort(self, why: str) -> None:
         """Nothing is launched any more."""
