@@ -89,7 +89,7 @@ def test_all_three_are_told_with_iterations_spread_and_predictions_of_the_same_t
         (split(own="gloo", kept="backend", unchanged=Y, backend=Y), "nothing was gained: 1.00 times"),
         (split(own="gloo", kept="plan", unchanged=Z, backend=Y, plan=X), "nothing was gained: 0.33 times"),
         (split(own="gloo", kept="plan", unchanged=Z, backend=Y, plan=X), "runs (for 20 iterations: after 40"),
-        (split(own="gloo", kept="plan", unchanged=Z, backend=Y, plan=timing(40 * [3e5])), "job; the plan runs"),
+        (split(own="gloo", kept="plan", unchanged=Z, backend=Y, plan=timing(40 * [300_000])), "job; the plan runs"),
         (split(own="gloo", kept="backend", unchanged=X, backend=Y), "gained: 1.50 times as fast as the unchanged job"),
         (split(kept="plan", backend=X, plan=Y, no_unchanged="why"), "is not known; the plan is 1.50 times as fast"),
         (GainSplit(), "what was gained over the unchanged job is not known"),
